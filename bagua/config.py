@@ -135,6 +135,13 @@ def launch_environment(
             f"the environment has no {', '.join(missing)}, which init_process_group needs; {_LAUNCH_HELP}, "
             "or pass store=, rank= and world_size="
         )
+    master_addr = env.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        master_addr.encode("idna")
+    except UnicodeError:
+        raise InvalidArgument(
+            f"MASTER_ADDR={master_addr!r} is no host name; give a name or an address of rank 0's host"
+        ) from None
     world_size = _integer(env, "WORLD_SIZE", 1, 1, 1 << 20) if world_size is None else world_size
     rank = _integer(env, "RANK", 0, 0, 1 << 20) if rank is None else rank
     if not 0 <= rank < world_size:
@@ -147,7 +154,7 @@ def launch_environment(
         local_world_size=local_world_size,
         # Launchers before torchrun, and some schedulers, call it NODE_RANK.
         node_rank=_integer(env, "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK", 0, 0, 1 << 20),
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_addr=master_addr,
         master_port=_integer(env, "MASTER_PORT", 0, 0, 65535),
         use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart_count=restart_count(env),

@@ -22,7 +22,7 @@ _COMMANDS = {
     "timeline": "merge the ranks' timelines, and say who waited",
     "token": "make the secret that the ranks of a job prove to each other",
 }
-# Where it is not bagua/cli/<command>.py: the interpreter that runs rank.py looks there for Python's own modules first.
+# These are not bagua/cli/<command>.py: the interpreter that runs rank.py looks there for Python's own modules first.
 _MODULES = {"token": "make_token"}
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 0
-    # What follows is the subcommand's, and for `run` torchrun's and the script's.
+    # The rest of the line is the subcommand's, and for `run` torchrun's and the script's.
     command = parser.parse_args(argv[:1]).command
     status: int = importlib.import_module(f"bagua.cli.{_MODULES.get(command, command)}").main(argv[1:])
     return status

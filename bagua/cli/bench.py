@@ -119,7 +119,7 @@ def _told(error: BaseException) -> str:
 
 
 def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
-    """What ``target`` returned. Raises InvalidArgument where it is no model and its loss, in this order."""
+    """Returns the model and loss that ``target`` made. Raises InvalidArgument if it made anything else."""
     import torch
 
     if isinstance(made, tuple) and len(made) == 2:

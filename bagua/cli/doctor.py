@@ -102,7 +102,7 @@ def _nccl() -> str:
 
 
 def _driver_release(kind: str) -> str:
-    """As NVIDIA numbers its drivers, where the kernel says so."""
+    """Returns NVIDIA's number of its driver, if the kernel has one."""
     if kind != "cuda" or not _DRIVER.exists():
         return ""
     release = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text())
@@ -110,7 +110,7 @@ def _driver_release(kind: str) -> str:
 
 
 def report_host() -> str:
-    """What is built and what this host offers, as text."""
+    """Returns a text on what is built and what this host offers."""
     import torch
 
     settings = config.settings()
@@ -183,7 +183,7 @@ def _report_peers(progress: Progress) -> None:
 
 
 def _device_path() -> str:
-    """How tensors of devices move between these ranks, tried with one; empty where a rank has no device."""
+    """Returns the path of devices' tensors between these ranks, tried with one; empty if a rank has no device."""
     import torch
 
     from bagua.distributed import world

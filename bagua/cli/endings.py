@@ -1,4 +1,4 @@
-"""How a launch ends before its time: by a signal to the launcher, or by a rank that fails.
+"""The ends of a launch before its time: by a signal to the launcher, or by a rank that fails.
 
 torch's agent ends all ranks in either case; what it says of that, some forty lines, becomes one line here.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +28,9 @@ from bagua.cli.progress import Progress
 
 __all__ = ["Interrupts", "quiet_agent", "who_failed_first", "without_rendezvous"]
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Longer after the first failure than this, a rank that died of SIGKILL was ended by the agent, which had waited for it.
 _KILLED_BY_ITSELF_S = 5
+_POLL_S = 0.1
 _BEHIND_FORK_S = 0.05  # after which a signal that has come around a fork comes again
 _AGENT_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
@@ -39,27 +41,46 @@ _AGENT_SAYS = ("Received %s death signal", "Sending process %s closing signal", 
 _LOST_RENDEZVOUS = " has failed to shutdown the rendezvous "  # in the middle, behind the name of the host
 
 
-def _children() -> list[int]:
-    """The processes that this one has started and that still run."""
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    group: int
+
+    @property
+    def is_leader(self) -> bool:
+        """True if it leads a process group."""
+        return self.pid == self.group
+
+
+def _running() -> list[_Process]:
+    """The processes of this host that have not ended."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             try:
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent, group = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
             except OSError:  # it has just ended
                 continue
-            if int(parent) == os.getpid() and state != "Z":
-                found.append(int(entry))
+            if state != "Z":
+                found.append(_Process(int(entry), int(parent), int(group)))
     return found
 
 
-def _kill(pid: int) -> None:
-    """And what it has started itself: torch's agent starts ranks in sessions of their own."""
+def _ranks_of(processes: Sequence[_Process]) -> list[_Process]:
+    """The ranks that this process has started: torch's agent starts programs as leaders of groups of their own, and
+    functions (--run-path) by multiprocessing, whose other helpers are no ranks."""
+    functions = {child.pid for child in multiprocessing.active_children()}
+    mine = [process for process in processes if process.parent == os.getpid()]
+    return [process for process in mine if process.pid in functions or process.is_leader]
+
+
+def _signal(rank: _Process, number: int, with_group: bool = False) -> None:
     with contextlib.suppress(ProcessLookupError):
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
+        if with_group and rank.is_leader:
+            os.killpg(rank.group, number)
         else:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(rank.pid, number)
 
 
 class _AtFork(threading.local):
@@ -84,13 +105,14 @@ class _AtFork(threading.local):
 
     def in_child(self) -> None:
         if _AtFork.active is not None:
+            numbers = _AtFork.active.numbers
             _AtFork.active.restore()
-            for number in signal.sigpending().intersection((*_HANDLED, signal.SIGHUP)):
+            for number in signal.sigpending() & numbers:
                 signal.signal(number, signal.SIG_DFL)
         self.in_parent()
 
     def has_deferred(self, number: int) -> bool:
-        """Whether the signal, which has come around a fork, will come again behind it."""
+        """Returns True if the signal has come around a fork and will come again behind it."""
         if self._masked is not None:
             threading.Timer(_BEHIND_FORK_S, os.kill, (os.getpid(), number)).start()
         return self._masked is not None
@@ -101,22 +123,38 @@ os.register_at_fork(before=_at_fork.before, after_in_parent=_at_fork.in_parent, 
 
 
 class Interrupts:
-    """SIGINT and SIGTERM while ranks run: the first one asks them to end, the second one kills them.
+    """The signals that end a launch: the first one asks the ranks to end, a second one kills them.
 
-    The first one is raised in the main thread as torch's SignalException, on which its agent passes the signal on and
-    waits for the ranks. The second one is handled in the middle of that wait, which ends by itself then.
+    A rank is signalled by itself, so that what it has started, such as a DataLoader's workers, serves it while it saves
+    its state. The rest of its process group gets the signal when the rank has ended. What still runs when the grace
+    time is over is killed. Then the signal is raised in the main thread as torch's SignalException, on which torch's
+    agent finds that the ranks have ended.
+
+    Args:
+        signals: the names of those that are handled, beside SIGINT and SIGTERM.
+        grace_s: the time that ranks have to end.
+
+    Raises:
+        ValueError: there is no signal of that name, or none that can be handled.
     """
 
-    def __init__(self) -> None:
-        self._num_ranks = 0
-        self._interrupted = False
+    def __init__(self, signals: Sequence[str] = (), grace_s: float = 30.0) -> None:
+        for name in signals:
+            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+                raise ValueError(f"--signals-to-handle has {name!r}, which is no signal that can be handled")
+        self.numbers = {signal.SIGINT, signal.SIGTERM, *(signal.Signals[name] for name in signals)}
+        self._grace_s = grace_s
+        self._num_ranks = self._num_killed = 0
+        self._left: list[_Process] = []  # ranks that run, or whose process groups do
+        self._begin_s: float | None = None  # when the first signal came
+        self._killed_after_s = 0.0
         self._before: dict[int, Any] = {}
         self._progress = Progress("bagua run")
         self._ending = contextlib.ExitStack()
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _HANDLED}
+            self._before = {number: signal.signal(number, self._handle) for number in self.numbers}
             _AtFork.active = self
         return self
 
@@ -125,38 +163,63 @@ class Interrupts:
         self._ending.close()
 
     def restore(self) -> None:
-        """The handlers that were there before."""
+        """Sets the handlers that were there before."""
         _AtFork.active = None
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def left_to_torch(self, signals: str) -> str:
-        """Which of the signals of torchrun's --signals-to-handle torch may handle itself."""
-        own = {number.name for number in _HANDLED} if self._before else set()
-        return ",".join(name for name in signals.split(",") if name.strip() not in own) or signal.SIGHUP.name
-
-    def told(self, number: int) -> str:
-        """What to say when all have ended."""
+    def summary(self, number: int) -> str:
+        """Returns the last line of the launch, when all ranks have ended."""
         self._ending.close()
         why = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-        if not self._interrupted:  # a signal that torch handles
+        if self._begin_s is None:  # a signal that an older version of torch handles
             return f"bagua run: {why}, all ranks of this host ended"
         ranks = "1 rank" if self._num_ranks == 1 else f"{self._num_ranks} ranks"
-        return f"bagua run: {why}, {ranks} ended"
+        killed = ""
+        if self._num_killed:
+            killed = f", {self._num_killed} of them killed after {self._killed_after_s:.0f} s (--shutdown-timeout)"
+        return f"bagua run: {why}, {ranks} ended{killed}"
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if _at_fork.has_deferred(number):
             return
-        children = _children()
-        if self._interrupted:
-            for pid in children:
-                _kill(pid)
+        if self._begin_s is not None:
+            self._kill()
             return
-        self._interrupted = True
-        self._num_ranks = len(children)
+        self._begin_s = time.monotonic()
+        self._left = _ranks_of(_running())
+        self._num_ranks = len(self._left)
         self._ending.enter_context(self._progress)
-        self._progress.tell(f"waiting for {self._num_ranks} ranks to end, Ctrl-C kills them")
+        self._progress.tell(f"waiting {self._grace_s:g} s for {self._num_ranks} ranks to end, Ctrl-C kills them")
+        for rank in self._left:
+            _signal(rank, number)
+        self._await(self._begin_s + self._grace_s, number)
         raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+    def _await(self, end_s: float, number: int) -> None:
+        """Returns when the ranks and their process groups have ended; kills those that have not in time."""
+        signalled: set[int] = set()  # groups whose rank has ended
+        while True:
+            running = _running()
+            pids, groups = {process.pid for process in running}, {process.group for process in running}
+            self._left = [rank for rank in self._left if rank.pid in pids or (rank.is_leader and rank.pid in groups)]
+            for rank in self._left:
+                if rank.pid not in pids | signalled:
+                    signalled.add(rank.pid)
+                    _signal(rank, number, with_group=True)
+            if not self._left:
+                return
+            if time.monotonic() > end_s:
+                self._kill()
+                return
+            time.sleep(_POLL_S)
+
+    def _kill(self) -> None:
+        running = {process.pid for process in _running()}
+        self._num_killed = sum(rank.pid in running for rank in self._left)
+        self._killed_after_s = time.monotonic() - (self._begin_s or 0.0)
+        for rank in self._left:
+            _signal(rank, signal.SIGKILL, with_group=True)
 
 
 @contextlib.contextmanager
@@ -179,7 +242,7 @@ def quiet_agent() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What is known of one rank's end; the first in this order is the cause of the others."""
+    """The known facts of one rank's end; the first in this order is the cause of the others."""
 
     kind: int
     time_s: float
@@ -234,7 +297,7 @@ def without_rendezvous(error: Exception, args: argparse.Namespace) -> str:
 
 
 def _beginning(first: _Failure, kinds: dict[int, int]) -> str:
-    """How it began, by what is known of the ranks that failed on this host."""
+    """Returns the beginning of the sentence, by what is known of the ranks that failed on this host."""
     cause = first.rank_at_fault
     if first.kind != _FOLLOWED or cause is None or kinds.get(cause) == _FOLLOWED:
         return f"rank {first.rank} failed first"
@@ -268,6 +331,6 @@ def _failure(rank: int, failure: ProcessFailure, begin_s: float) -> _Failure:
 
 
 def _log_of(failure: ProcessFailure) -> Path | None:
-    """Where the rank's stderr went, if that was not to the terminal."""
+    """Returns the file of the rank's stderr; None if that went to the terminal."""
     log = Path(failure.error_file).with_name("stderr.log")
     return log if log.exists() and log.stat().st_size else None

@@ -1,4 +1,4 @@
-"""What a command is doing, in one line on stderr, once it takes longer than a user waits without asking."""
+"""A line on stderr that says what a command is doing, once it takes longer than a user waits without asking."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Progress:
             sys.stderr.flush()
 
     def tell(self, text: str) -> None:
-        """What is being done from now on."""
+        """Sets the text on what is being done from now on."""
         with self._changed:
             self._text = text
             self._changed.notify()

@@ -1,8 +1,8 @@
 """One rank of `bagua run`: runs the training script as Python would, and says once, with the rank, what it raised.
 
 Python runs this file by its path, so that nothing of bagua or torch is imported before the script imports it. What a
-script raises is told in lines that begin with the rank. An error of bagua that names another rank, or what was raised
-from it, is told in one line: that rank's own traceback is the one that matters. What was raised is also written where
+script raises is shown in lines that begin with the rank. An error of bagua that names another rank, or what was raised
+from it, is shown in one line: that rank's own traceback is the one that matters. What was raised is also written where
 torch's agent looks for it (TORCHELASTIC_ERROR_FILE), as torch's `record` does, and from there the launcher takes it for
 its last line.
 """
@@ -39,7 +39,7 @@ def _new_main() -> dict[str, object]:
 
 
 def _run_script(path: str) -> None:
-    """As `python path` does."""
+    """Runs a file as `python path` does."""
     namespace = _new_main()
     if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
         sys.path[0] = path
@@ -59,7 +59,7 @@ def _run_script(path: str) -> None:
 
 
 def _run_module(name: str) -> None:
-    """As `python -m name` does."""
+    """Runs a module as `python -m name` does."""
     _new_main()
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
@@ -82,7 +82,7 @@ def _message(error: BaseException) -> str:
 
 
 def _names_another_rank(error: BaseException, rank: str) -> bool:
-    """Whether it is one of bagua's errors that tells of another rank's failure."""
+    """Returns True for an error of bagua's that reports another rank's failure."""
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
     if not any(("bagua.errors", name) in kinds for name in _NAMING_ANOTHER_RANK):
         return False
@@ -187,7 +187,7 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _write_whole_lines() -> None:
-    """What is printed goes out at the end of a line, as in a terminal. `python -u` writes each argument of print, and
+    """Flushes output at the end of a line, as a terminal does. `python -u` writes each argument of print, and
     the end of the line, by itself, and what another rank writes into the same pipe comes in between."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not closed, and none of the site's own

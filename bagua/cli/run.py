@@ -46,6 +46,7 @@ _SETTINGS = {
     ),
 }
 _ONE_NODE = ("1", "1:1")
+_NEVER_SENT = "SIGRTMAX"  # the signal that torch's agent handles, since it must handle one
 
 # Those of torchrun's options that most jobs need; their names are compared with torchrun's by a test.
 _OFTEN_USED = (
@@ -57,6 +58,7 @@ _OFTEN_USED = (
     (("--rdzv-backend",), "NAME", "how hosts find each other, e.g. c10d"),
     (("--rdzv-endpoint",), "HOST:PORT", "where they meet"),
     (("--rdzv-id",), "ID", "of the job, the same on all hosts"),
+    (("--shutdown-timeout",), "SECONDS", "that ranks have to end after a signal, before they are killed (default: 30)"),
     (("--max-restarts",), "N", "times that failed ranks are started again (default: 0)"),
     (("-m", "--module"), None, "train.py is the name of a module, as for python -m"),
     (("--no-python",), None, "train.py is a program, not a Python script"),
@@ -107,7 +109,7 @@ def _help() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """torchrun's options and bagua's. Mistakes are told with the option and what to do."""
+    """torchrun's options and bagua's. Mistakes are reported with the option and the remedy."""
 
     def format_help(self) -> str:
         return _help()
@@ -127,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refused(message: str, given: dict[str, str]) -> str:
-    """What bagua/config.py says of a setting, with the option that was given instead of it."""
+    """Returns config.py's message on a setting, with the option that was given in its place."""
     for option, value in given.items():
         setting = _SETTINGS[option][0]
         for written in (repr(value), value):
@@ -204,23 +206,25 @@ def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
     if args.run_path:
         # The script runs in this process's image, where `import bagua` has happened: it may name the backend.
         import bagua.torch_backend  # noqa: F401
+    names = [name.strip() for name in getattr(args, "signals_to_handle", "").split(",") if name.strip()]
     try:
-        num_ranks = torchrun.config_from_args(args)[0].nproc_per_node
-        if num_ranks < 1:  # which torch's agent finds later, and without a word
-            raise ValueError(f"--nproc-per-node is {num_ranks}, expected 1 or more")
+        config = torchrun.config_from_args(args)[0]
+        if config.nproc_per_node < 1:  # which torch's agent finds later, and without a word
+            raise ValueError(f"--nproc-per-node is {config.nproc_per_node}, expected 1 or more")
+        interrupts = Interrupts(names, getattr(config, "shutdown_timeout", 30))
     except (AssertionError, RuntimeError, ValueError) as error:
         _Parser(prog="bagua run").error(f"{error}; bagua run --help-torchrun says what the options take")
+    if hasattr(args, "signals_to_handle"):  # older versions of torch handle some signals themselves
+        args.signals_to_handle = _NEVER_SENT
     _through_rank_py(args)
     if args.nnodes in _ONE_NODE and settings(changes=environ).auth_token is None:
         environ = {**environ, "BAGUA_AUTH_TOKEN": new_token()}
     os.environ.update(environ)
-    with Interrupts() as interrupts, quiet_agent():
-        if hasattr(args, "signals_to_handle"):  # older versions of torch handle the second interrupt themselves, too
-            args.signals_to_handle = interrupts.left_to_torch(args.signals_to_handle)
+    with interrupts, quiet_agent():
         try:
             torchrun.run(args)
         except SignalException as error:
-            print(interrupts.told(error.sigval), file=sys.stderr)
+            print(interrupts.summary(error.sigval), file=sys.stderr)
             return 128 + error.sigval
         except ChildFailedError as error:
             text, status = who_failed_first(error)

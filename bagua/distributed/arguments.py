@@ -13,11 +13,19 @@ import torch
 from bagua import _C
 from bagua.errors import InvalidArgument
 
-__all__ = ["ReduceOp", "check_codec", "check_op", "check_topology", "dtype_code", "is_reducible"]
+__all__ = [
+    "ReduceOp",
+    "check_codec",
+    "check_op",
+    "check_topology",
+    "dtype_code",
+    "moved_dtype_code",
+    "moved_per_element",
+]
 
 
 class ReduceOp(enum.IntEnum):
-    """How the values of the ranks are combined; the names of torch.distributed.ReduceOp."""
+    """The operators that combine the values of the ranks, by the names of torch.distributed.ReduceOp."""
 
     SUM = 0
     AVG = 1
@@ -50,13 +58,8 @@ def _has_meaning(op: ReduceOp, dtype: torch.dtype) -> bool:
     return op is not ReduceOp.AVG and (dtype is not torch.bool or op not in (ReduceOp.SUM, ReduceOp.PRODUCT))
 
 
-# By type and operator; of a small message the time is that of its checks.
+# This is a table because a small message takes as long as its checks.
 _MEANINGFUL = {dtype: tuple(_has_meaning(op, dtype) for op in ReduceOp) for dtype in _DTYPE_CODES}
-
-
-def is_reducible(dtype: torch.dtype) -> bool:
-    """Whether the core can reduce an element type; of others it can only move the bytes."""
-    return dtype in _DTYPE_CODES
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -69,10 +72,18 @@ def dtype_code(dtype: torch.dtype) -> int:
         return _DTYPE_CODES[dtype]
     except KeyError:
         known = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_CODES)
-        remedy = "convert it, or move .view(torch.uint8) of it"
-        if dtype.is_complex:
-            remedy = "move or add torch.view_as_real of it"
+        remedy = "give torch.view_as_real of it" if dtype.is_complex else "convert it"
         raise InvalidArgument(f"{dtype} is not supported here; the types are {known}; {remedy}") from None
+
+
+def moved_dtype_code(dtype: torch.dtype) -> int:
+    """The number under which the core moves elements of a type: that of bytes for a type that it does not know."""
+    return _DTYPE_CODES.get(dtype, _DTYPE_CODES[torch.uint8])
+
+
+def moved_per_element(dtype: torch.dtype) -> int:
+    """Elements of the type of ``moved_dtype_code`` in one of ``dtype``."""
+    return 1 if dtype in _DTYPE_CODES else dtype.itemsize
 
 
 def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:

@@ -10,7 +10,7 @@ from bagua.errors import InvalidArgument
 
 
 def writer_of(group: ProcessGroup) -> tuple[int, int]:
-    """What a checkpoint says about its writer: this rank and the number of ranks."""
+    """Returns a checkpoint's entry on its writer: this rank and the number of ranks."""
     return group.rank, group.size
 
 

@@ -275,14 +275,23 @@ def recv(tensor: Array, src: int, group: ProcessGroup | None = None, async_op: b
 
 
 def broadcast_object(obj: object, src: int = 0, group: ProcessGroup | None = None) -> Any:
-    """The picklable object of rank `src`, on all ranks. Unpickles: use it only among ranks that trust each other."""
+    """The picklable object of rank `src`, on all ranks. Unpickles: use it only among ranks that trust each other.
+
+    Raises:
+        InvalidArgument: on all ranks, where the object cannot be pickled, or not be unpickled on one of them; the
+            message names that rank and the type. The group can be used afterwards.
+    """
     group = resolve(group)
     group.check()
     return group.broadcast_object(obj, _group_rank(group, src, "src"))
 
 
 def all_gather_object(obj: object, group: ProcessGroup | None = None) -> list[Any]:
-    """The picklable objects of all ranks, by rank. Unpickles: use it only among ranks that trust each other."""
+    """The picklable objects of all ranks, by rank. Unpickles: use it only among ranks that trust each other.
+
+    Raises:
+        InvalidArgument: as of broadcast_object.
+    """
     group = resolve(group)
     group.check()
     return group.all_gather_object(obj)

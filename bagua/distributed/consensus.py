@@ -55,7 +55,7 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
     return prepared
 
 
-# Of each section what is compared, and what a message shows of it where that differs, too.
+# Each section has the text that is compared, and the text that a message shows where that differs, too.
 _Texts = dict[str, tuple[str, str]]
 
 

@@ -20,7 +20,7 @@ _P2P = "/p2p"  # follows the group's name
 
 
 class Network(Protocol):
-    """What connects the ranks: net.links.Endpoint between processes, testing.thread_ranks between threads."""
+    """The connections between ranks: net.links.Endpoint between processes, testing.thread_ranks between threads."""
 
     def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
 

@@ -1,4 +1,4 @@
-"""What communication and training ask torch about devices; no other file of theirs does.
+"""The questions that communication and training ask torch about devices; no other file of theirs asks.
 
 Data path: tensors.py asks whether the core can work where a tensor lies, process_group.py on which stream its values
 are ready, work.py which stream is to find the result. CUDA and the emulated device of the tests are one text: what
@@ -98,7 +98,7 @@ def current_stream(device: torch.device) -> StreamKey | None:
 
 
 def current_handle_of(device: torch.device) -> Callable[[], int]:
-    """What returns the handle of that stream, for who asks for every gradient; 0 for the CPU.
+    """Returns a function that returns the handle of that stream, for callers that ask at every gradient; 0 for the CPU.
 
     A device of another kind has an index.
     """
@@ -110,7 +110,7 @@ def current_handle_of(device: torch.device) -> Callable[[], int]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what the caller enqueues on the device is recorded into a graph, to be replayed, and does not run now."""
+    """Returns True if the caller's work on the device is recorded into a graph, to be replayed, and does not run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -220,7 +220,7 @@ class HostCopy:
     is asked for.
 
     Args:
-        tensor: as the current stream finds it there; nobody writes to it any more.
+        tensor: as the current stream finds it there; it is not written to any more.
         at_once: it travels now, by itself.
     """
 
@@ -239,7 +239,7 @@ class HostCopy:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, at_once: bool = False) -> HostCopy:
-        """The one of this tensor that somebody else has made, if it still has it and the tensor is the same."""
+        """The copy of this tensor that another caller has made, if it is still there and the tensor is the same."""
         key = tensor.data_ptr(), tensor.dtype
         copy = _shared.get(key)
         if copy is None or copy._tensor._version != copy._version:
@@ -249,7 +249,7 @@ class HostCopy:
         return copy
 
     def order_behind(self) -> None:
-        """What is enqueued on the device's current stream from here on comes after the copy; the host does not wait."""
+        """Orders later work of the device's current stream behind the copy; the host does not wait."""
         self._sent()
         current_torch_stream(self._device).wait_event(self._event)
 
@@ -273,14 +273,14 @@ class HostCopy:
 
 
 _copies_lock = threading.Lock()
-# By device, what is to travel; what nobody holds any more need not.
+# The copies that are still to travel, by device; a copy that is no longer referenced need not.
 _unsent: dict[torch.device, weakref.WeakSet[HostCopy]] = {}
-# By address and dtype, of tensors that these keep.
+# The tensors that these copies keep, by address and dtype.
 _shared: weakref.WeakValueDictionary[tuple[int, torch.dtype], HostCopy] = weakref.WeakValueDictionary()
 
 
 def send_host_copies() -> None:
-    """What HostCopies hold travels now, behind what the current streams have been given."""
+    """Sends the contents of HostCopies now, behind what the current streams have been given."""
     with _copies_lock:
         for device in [*_unsent]:
             _send_unsent(device)
@@ -292,9 +292,9 @@ def _send_unsent(device: torch.device) -> None:
 
 
 def _send(device: torch.device, copies: list[HostCopy]) -> None:
-    """As bytes, the widest numbers first, so that each lies where it may; under the lock."""
+    """Copies the numbers as bytes, the widest first, so that each is aligned; under the lock."""
     if not copies:
-        return  # nobody is left who would ask
+        return  # no caller is left
     stream, here = current_torch_stream(device), current_stream(device)
     for copy in copies:
         if copy._stream != here:

@@ -3,7 +3,7 @@
 Beside the data path: where an error of a group leaves for the program, `rank` and `ranks` become those of the job,
 after which logs and launchers are named, and the message says what its own numbers mean. Where the program hands an
 error to a group, that one's or another's, it is counted by that group's ranks again. What has not left a group yet, as
-an error that is made to be told to its ranks, counts within the group.
+an error that is made for its ranks, counts within the group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class JobRanks:
         self._is_all = self.ranks == list(range(len(self.ranks)))
 
     def told(self, error: _Error) -> _Error:
-        """For the program: an error of this group by ranks of the job. One that has left a group is as it is."""
+        """Returns an error of this group for the program, by ranks of the job; one that has left a group as it is."""
         if error.left_group is not None:
             return error
         if self._is_all or type(error).__module__ != BaguaError.__module__:  # a class of the program's may be any
@@ -40,19 +40,19 @@ class JobRanks:
             return error
         shown = ", ".join(map(str, self.ranks[:_SHOWN])) + (", ..." if self.ranks[_SHOWN:] else "")
         which = "" if error.rank is None else f"; its rank {error.rank} is rank {self._of_job(error.rank)}"
-        told = type(error)(
+        translated = type(error)(
             f"{error} (ranks count within the group '{self._group_name}', of ranks {shown} of the job{which})",
             rank=None if error.rank is None else self._of_job(error.rank),
             operation=error.operation,
             bucket=error.bucket,
             ranks=tuple(map(self._of_job, error.ranks)),
         )
-        told.left_group = (self, error)
-        told.__cause__ = error.__cause__
-        return told.with_traceback(error.__traceback__)
+        translated.left_group = (self, error)
+        translated.__cause__ = error.__cause__
+        return translated.with_traceback(error.__traceback__)
 
     def own(self, error: BaguaError) -> BaguaError:
-        """For this group: an error by its ranks; those that are none of them are not named, nor who passes it on."""
+        """Returns an error by this group's ranks; other ranks are not named, nor the one that passes it on."""
         if error.left_group is None:
             return error
         of, original = error.left_group

@@ -1,4 +1,4 @@
-"""Whether elements share memory: of one tensor with itself, and of several tensors. Exact, whatever the strides.
+"""The check whether elements of one tensor, or of several, share memory. Exact, whatever the strides.
 
 Beside the data path: tensors.py, torch_backend and torch_api check before anything is sent. Two elements share memory
 if they have a byte in common, so the bytes of an element count as one more dimension. Offsets are enumerated only where
@@ -20,7 +20,7 @@ Dim = tuple[int, int]  # stride and length, in units of one and the same size
 
 
 def shares_with_itself(shape: Sequence[int], strides: Sequence[int], item: int = 1) -> bool:
-    """Whether two elements share memory.
+    """Returns True if two elements share memory.
 
     Args:
         item: the size of an element in units of the strides.
@@ -84,7 +84,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if _have_same_layout(a, b) and not _collide(dims):
         return _collide(dims, begins)
     (begins_a, length_a), (begins_b, length_b) = _runs(a), _runs(b)
-    # Of b's runs, which are equally long, the last one that begins before a run of a ends reaches furthest.
+    # The runs of b are equally long, so the last one that begins before a run of a ends reaches furthest.
     last = np.searchsorted(begins_b, begins_a + length_a) - 1
     return bool(((last >= 0) & (begins_b[last] + length_b > begins_a)).any())
 
@@ -99,7 +99,7 @@ def _runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
 
 
 def _collide(dims: Sequence[Dim], begins: Sequence[int] = (0,)) -> bool:
-    """Whether two different index tuples, of one or of different `begins`, have the same offset."""
+    """Returns True if two different index tuples, of one or of different `begins`, have the same offset."""
     if any(length == 0 for _, length in dims):
         return False
     dims = sorted((stride, length) for stride, length in dims if length > 1)

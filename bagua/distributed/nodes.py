@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node, and which rank leads each node: for hierarchical collectives.
+"""The nodes of a group's ranks, and the rank that leads each node, for hierarchical collectives.
 
 Beside the data path. Invariant: a pure function of what all ranks know (which rank is on which host), so all ranks
 agree without a message. A node is a host as the rendezvous sees it; nodes may have different numbers of ranks.

@@ -19,24 +19,36 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import _C
-from bagua.distributed import plain_data
-from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
+from bagua.distributed import objects, plain_data
+from bagua.distributed.arguments import (
+    ReduceOp,
+    check_codec,
+    check_op,
+    check_topology,
+    dtype_code,
+    moved_dtype_code,
+    moved_per_element,
+)
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
-from bagua.distributed.job_ranks import JobRanks
+from bagua.distributed.job_ranks import JobRanks, reworded
 from bagua.distributed.nodes import Nodes
 from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
-from bagua.errors import BaguaError, InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument, TransportError
 
 __all__ = ["COUNTS_FORWARDS", "ProcessGroup", "ReduceOp", "Work", "dtype_code"]
 
 logger = logging.getLogger("bagua")
 COUNTS_FORWARDS = 1 << 29  # of the subject of a collective: kCountsForwards of csrc/common/operation.h
 
+_OPEN_GROUPS = "; groups that are not used any more hold some until they are destroyed: dropping one does not close it"
+_PLAIN = objects.Format(plain_data.dumps, plain_data.loads, can_loads_fail=False)
+_PICKLED = objects.Format(pickle.dumps, pickle.loads, can_loads_fail=True)
+
 
 def _message(data: torch.Tensor) -> tuple[int, int, int]:
-    return data.data_ptr(), data.nbytes, dtype_code(data.dtype)
+    return data.data_ptr(), data.nbytes, moved_dtype_code(data.dtype)
 
 
 class ProcessGroup:
@@ -75,6 +87,8 @@ class ProcessGroup:
             self.local_ranks = [rank for rank in range(self.size) if shares_memory[rank]]
             try:
                 self._cores = GroupCores(network, name, self.ranks, self.rank)
+            except TransportError as error:  # this process has no descriptor, thread or memory left
+                raise self.job_ranks.told(reworded(error, after=_OPEN_GROUPS)) from None
             except BaguaError as error:
                 raise self.job_ranks.told(error) from None
             self._core, self._p2p_core = self._cores.collectives, self._cores.p2p
@@ -163,7 +177,7 @@ class ProcessGroup:
             raise self.job_ranks.told(error) from None
 
     def failure(self) -> BaguaError | None:
-        """What ``check`` raises because an operation of the group has failed on any rank; None where none has."""
+        """Returns the error that ``check`` raises after an operation has failed on any rank; None if none has."""
         if self.rank < 0 or self._closed or self._pid != os.getpid():
             return None
         try:
@@ -238,13 +252,13 @@ class ProcessGroup:
 
     @property
     def device_path(self) -> str:
-        """How collectives on tensors of a device move: "NCCL 2.27.3", or "staged: ..." and why; "" before the first."""
+        """The path of tensors of a device: "NCCL 2.27.3", or "staged: ..." and why; "" before the first."""
         return self._core.device_path
 
     def _submission(
         self, data: torch.Tensor, blocking: bool, *others: object
     ) -> tuple[float, bool, StreamKey | None, object]:
-        """How the core is to start an operation on `data`, and what it keeps until the end: that and `others`."""
+        """Returns how the core is to start an operation on `data`, and what it keeps until the end."""
         if data.is_cpu:
             return self._timeout_s, blocking, None, (data, others)
         check_not_capturing(data.device, "a collective was called", "call it outside of torch.cuda.graph()")
@@ -393,10 +407,11 @@ class ProcessGroup:
     ) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size. ``subject``: as of all_reduce."""
         self.check()
-        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source = prepare(input, "input", is_written=False, is_moved=True).data
+        into, copy_back = prepare(output, "output", is_moved=True)
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
+        memory = (source.data_ptr(), into.data_ptr(), source.nbytes, moved_dtype_code(source.dtype))
         work = self._core.all_gather(*memory, codec, self._submission(into, blocking, source), subject)
         return self._work(work, "all_gather", finish=copy_back, on=into)
 
@@ -404,12 +419,12 @@ class ProcessGroup:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
         self.check()
         self._check_root(dst, "dst")
-        source = prepare(input, "input", is_written=False).data
+        source = prepare(input, "input", is_written=False, is_moved=True).data
         into, copy_back = None, None
         if self.rank == dst:
-            into, copy_back = prepare(output, "output")
+            into, copy_back = prepare(output, "output", is_moved=True)
             check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        address, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
+        address, kind = 0 if into is None else into.data_ptr(), moved_dtype_code(source.dtype)
         work = self._core.gather(
             source.data_ptr(), address, source.nbytes, kind, dst, self._submission(source, blocking, into)
         )
@@ -419,12 +434,12 @@ class ProcessGroup:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
         self.check()
         self._check_root(src, "src")
-        into, copy_back = prepare(output, "output")
+        into, copy_back = prepare(output, "output", is_moved=True)
         source = None
         if self.rank == src:
-            source = prepare(input, "input", is_written=False).data
+            source = prepare(input, "input", is_written=False, is_moved=True).data
             check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
-        address, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
+        address, kind = 0 if source is None else source.data_ptr(), moved_dtype_code(into.dtype)
         work = self._core.scatter(
             address, into.data_ptr(), into.nbytes, kind, src, self._submission(into, blocking, source)
         )
@@ -442,17 +457,19 @@ class ProcessGroup:
     ) -> Work:
         """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
         self.check()
-        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source = prepare(input, "input", is_written=False, is_moved=True).data
+        into, copy_back = prepare(output, "output", is_moved=True)
         codec = check_codec(codec, source.dtype)
         common_device([("input", source), ("output", into)])
         if source.dtype != into.dtype:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
+        unit = moved_per_element(source.dtype)
         work = self._core.all_to_all(
             source.data_ptr(),
-            split_numels(source, input_splits, "input", self.size),
+            [unit * numel for numel in split_numels(source, input_splits, "input", self.size)],
             into.data_ptr(),
-            split_numels(into, output_splits, "output", self.size),
-            dtype_code(source.dtype),
+            [unit * numel for numel in split_numels(into, output_splits, "output", self.size)],
+            moved_dtype_code(source.dtype),
             codec,
             self._submission(into, blocking, source),
         )
@@ -465,9 +482,9 @@ class ProcessGroup:
         self.check()
         self._check_root(src, "src")
         # With a codec the source's own values become the decoded ones.
-        data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
+        data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None, is_moved=True)
         codec = check_codec(codec, data.dtype)
-        memory = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
+        memory = (data.data_ptr(), data.nbytes, moved_dtype_code(data.dtype))
         work = self._core.broadcast(*memory, src, codec, self._submission(data, blocking, tensor))
         return self._work(work, "broadcast", label, copy_back, data)
 
@@ -480,14 +497,14 @@ class ProcessGroup:
     def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
         """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
         self._check_peer(dst, "dst", tag)
-        data = prepare(tensor, "tensor", is_written=False).data
+        data = prepare(tensor, "tensor", is_written=False, is_moved=True).data
         work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False, tensor))
         return self._work(work, f"send to rank {dst}", on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src", tag)
-        data, copy_back = prepare(tensor, "tensor")
+        data, copy_back = prepare(tensor, "tensor", is_moved=True)
         work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False, tensor))
         return self._work(work, f"recv from rank {src}", finish=copy_back, on=data)
 
@@ -501,7 +518,7 @@ class ProcessGroup:
     # ---- bytes and Python values; all of these block
 
     def broadcast_bytes(self, payload: bytes | None, src: int) -> bytes:
-        """Those of rank `src`, on all ranks; the others pass None."""
+        """Returns the bytes of rank `src` on all ranks; the others pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device="cpu")
         self.broadcast(size, src, blocking=True).wait()
         memory = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -511,10 +528,12 @@ class ProcessGroup:
         return memory.numpy().tobytes()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Those of all ranks, by rank."""
+        """Returns the bytes of all ranks, by rank."""
         sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self.all_gather(sizes, torch.tensor([len(payload)], device="cpu"), blocking=True).wait()
         longest = int(sizes.max())
+        if longest == 0:
+            return [b""] * self.size
         mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -524,21 +543,19 @@ class ProcessGroup:
         return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.size)]
 
     def broadcast_plain(self, value: object, src: int) -> Any:
-        """The value of rank `src`, on all ranks: what plain_data.dumps takes."""
-        payload = self.broadcast_bytes(plain_data.dumps(value) if self.rank == src else None, src)
-        return value if self.rank == src else plain_data.loads(payload)
+        """The value of rank `src`, on all ranks: what plain_data.dumps takes; else InvalidArgument on all ranks."""
+        return objects.broadcast(self, value, src, _PLAIN)
 
     def all_gather_plain(self, value: object) -> list[Any]:
-        """The values of all ranks, by rank: what plain_data.dumps takes."""
-        return [plain_data.loads(payload) for payload in self.all_gather_bytes(plain_data.dumps(value))]
+        """The values of all ranks, by rank: what plain_data.dumps takes; else InvalidArgument on all ranks."""
+        return objects.all_gather(self, value, _PLAIN)
 
-    # For programs, as torch has them. Unpickling runs code, so bagua itself sends none of its own messages with them.
+    # These are for programs, as torch has them. Unpickling runs code, so bagua sends no messages of its own by them.
 
     def broadcast_object(self, obj: object, src: int = 0) -> Any:
         """The object of rank `src`, pickled, on all ranks."""
-        payload = self.broadcast_bytes(pickle.dumps(obj) if self.rank == src else None, src)
-        return obj if self.rank == src else pickle.loads(payload)
+        return objects.broadcast(self, obj, src, _PICKLED)
 
     def all_gather_object(self, obj: object) -> list[Any]:
         """The objects of all ranks, pickled, by rank."""
-        return [pickle.loads(payload) for payload in self.all_gather_bytes(pickle.dumps(obj))]
+        return objects.all_gather(self, obj, _PICKLED)

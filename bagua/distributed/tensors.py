@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
     copy_back: Callable[[], None] | None  # copies the result to the caller's tensor; None if that is `data`
 
 
-def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
+def prepare(tensor: Array, what: str, *, is_written: bool = True, is_moved: bool = False) -> Prepared:
     """The memory of `tensor`, or of a contiguous copy of it.
 
     Args:
@@ -40,28 +40,31 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
         what: its name in error messages.
         is_written: whether the operation writes to it; then it may not be read-only, and no two of its elements may
             share memory.
+        is_moved: whether the operation only moves the elements; then any type will do.
 
     Raises:
-        InvalidArgument: not a tensor, on a device or of a type that the core does not know, without memory, sparse,
-            read-only, or overlapping itself.
+        InvalidArgument: not a tensor, on a device that the core does not know or of a type that it cannot compute with,
+            without memory, sparse, quantized, read-only, or overlapping itself.
     """
     if isinstance(tensor, np.ndarray):
-        return _prepare_array(tensor, what, is_written)
+        return _prepare_array(tensor, what, is_written, is_moved)
     if not isinstance(tensor, torch.Tensor):
         tensor = _of_another_library(tensor, what)
     if not tensor.is_cpu:
         check_supported(tensor.device, what)
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
-    dtype_code(tensor.dtype)
+    if not is_moved or tensor.is_quantized:  # whose elements mean nothing without their scale
+        dtype_code(tensor.dtype)
     address = address_of(tensor, what)  # before other methods, which a tensor without memory may not have either
     detached = tensor.detach()
     if tensor.is_contiguous():
-        if not tensor.is_neg():  # as nearly every tensor is
+        if not (tensor.is_neg() or tensor.is_conj()):  # as nearly every tensor is
             return Prepared(detached, None)
     elif is_written:
         _check_overlap(tensor.shape, tensor.stride(), 1, what)
-    data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
+    # The memory of a lazy negative or conjugate holds other values.
+    data = detached.resolve_conj().resolve_neg().contiguous()
     if not is_written or data.data_ptr() == address:
         return Prepared(data, None)
 
@@ -104,7 +107,7 @@ def _of_current_gpu(array: Any, what: str) -> torch.Tensor:
     return tensor
 
 
-def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
+def _prepare_array(array: np.ndarray, what: str, is_written: bool, is_moved: bool) -> Prepared:
     if is_written and not array.flags.writeable:
         raise InvalidArgument(f"{what} is a read-only array, but the result is written to it; pass a copy")
     if is_written:
@@ -116,7 +119,8 @@ def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
         data = torch.from_numpy(array if is_plain else array.copy(order="C"))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{what} is an array of {array.dtype}, which cannot be sent: {error}") from None
-    dtype_code(data.dtype)
+    if not is_moved:
+        dtype_code(data.dtype)
     if not is_written or data.data_ptr() == array.ctypes.data:
         return Prepared(data, None)
     return Prepared(data, _copy_back(what, lambda: np.copyto(array, data.numpy())))
@@ -260,7 +264,7 @@ def address_of(tensor: torch.Tensor, what: str) -> int:
 
 
 def _kind_without_memory(tensor: torch.Tensor) -> str:
-    """How an error message names a tensor without memory, and what to do about it."""
+    """Returns the name of a tensor without memory in an error message, and the remedy."""
     name = type(tensor).__name__
     if hasattr(tensor, "to_local"):
         return f"{name}, which stands for a tensor that is spread over ranks; pass the local part, .to_local()"

@@ -82,7 +82,7 @@ class Work:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its tensors are; None: on the CPU."""
+        """The device of its tensors; None for the CPU."""
         return self._device
 
     @property
@@ -90,13 +90,13 @@ class Work:
         """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
 
         In a hierarchical operation only the ranks that lead their nodes encode, and count. None of an operation on a
-        device, where nobody counts: such a block is NaN in the result.
+        device, which does not count: such a block is NaN in the result.
         """
         return self._core.nonfinite_blocks if self._device is None else None
 
     @property
     def is_result_finite(self) -> bool | None:
-        """Whether the result holds no NaN and no Inf; None where the operation was not to look. Once completed."""
+        """True if the result holds no NaN and no Inf; None if that was not to be checked. Once completed."""
         return self._core.is_result_finite
 
     def is_found_finite(self) -> bool:
@@ -108,18 +108,18 @@ class Work:
         return self._core.is_result_finite is not False
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not. Never blocks."""
+        """Returns True if the operation has ended, well or not. Never blocks."""
         return self._core.is_completed()
 
     def is_in_place(self) -> bool:
-        """Of one that was waited for and has ended: whether a device has done what ``wait`` has left to it, too."""
+        """Returns True if a device, too, has done what ``wait`` has left to it, once the operation has ended."""
         try:
             return self._finished is None or self._finished.query()
         except RuntimeError:  # of a device that has failed: nothing more will come
             return True
 
     def exception(self) -> BaseException | None:
-        """What the operation raised, or what kept wait() from copying its result back; None while it runs and after
+        """Returns the operation's error, or that of copying its result back in wait(); None while it runs and after
         success."""
         error = self._core.error()
         return self._failure if error is None else self._job_ranks.told(error)

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 
 from bagua import config
-from bagua.distributed.bootstrap import bootstrap, describe_thresholds, format_ranks
+from bagua.distributed.bootstrap import REPORT_TIMEOUT, bootstrap, describe_thresholds, format_ranks, report_mistake
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.work import to_seconds
 from bagua.errors import BaguaError, InvalidArgument
@@ -47,7 +47,7 @@ _FAULT_SECONDS = 1.0
 
 
 class _World:
-    """What init_process_group has set up."""
+    """The state that init_process_group has set up."""
 
     def __init__(self, endpoint: Endpoint, group: ProcessGroup, launch: config.LaunchEnvironment, store: dist.Store):
         self.endpoint = endpoint
@@ -55,7 +55,7 @@ class _World:
         self.launch = launch
         self.store = store  # kept: rank 0's is the server
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
-        # By the torch group itself: torch uses a name again when it is initialised again.
+        # The key is the torch group itself: torch uses a name again when it is initialised again.
         self.converted: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
         self.num_converted: Counter[tuple[int, ...]] = Counter()  # by their ranks
         # Processes of multiprocessing end without atexit, or when the exception that ends them is forgotten.
@@ -96,7 +96,7 @@ def init_process_group(
         InvalidArgument: a variable is missing, or the ranks disagree (world size, version, token, ...); on every rank
             (RemoteError on a rank that had not read the disputed record yet). With "torch": the default group has
             other ranks, or does not move CPU tensors.
-        TransportError: MASTER_PORT is in use, or rank 0 cannot be reached, or somebody else has written to the store.
+        TransportError: MASTER_PORT is in use, or rank 0 cannot be reached, or another program has written to the store.
         DeadlineExceeded: a rank did not come within the timeout; it is named.
 
     Example:
@@ -110,26 +110,33 @@ def init_process_group(
     if _world is not None:
         raise InvalidArgument("init_process_group was called before; call destroy_process_group first")
     _num_inits += 1  # before anything can fail, so that ranks that try again count alike
-    if backend not in config.BACKENDS:
-        raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
     timeout = timedelta(seconds=to_seconds(timeout))
-    settings = config.settings()
-    describe_thresholds(settings.thresholds)  # refuses a mistake before this rank waits for others
-    if auth_token is not None:
-        settings = dataclasses.replace(settings, auth_token=config.checked_token(auth_token, "auth_token"))
-    backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
-    settings = dataclasses.replace(settings, backend=backend)
-    torch_transport = TorchTransport(launch, timeout) if backend == "torch" else None
     is_served_by_rank_0 = store is None and not launch.use_agent_store
     init = f"bagua/init{_num_inits}"
-    if is_served_by_rank_0 and launch.rank != 0 and _num_inits > 1:
-        store = rendezvous.reopen_store(launch, init, timeout)
-    elif store is None:
-        store = rendezvous.open_store(launch, timeout)
+    mistake = None
     try:
+        settings = _settings(backend, auth_token)
+        torch_transport = TorchTransport(launch, timeout) if settings.backend == "torch" else None
+    except BaguaError as error:
+        mistake = error
+    try:
+        opening = timeout if mistake is None else min(timeout, REPORT_TIMEOUT)
+        if is_served_by_rank_0 and launch.rank != 0 and _num_inits > 1:
+            store = rendezvous.reopen_store(launch, init, opening)
+        elif store is None:
+            store = rendezvous.open_store(launch, opening)
+    except BaguaError:
+        if mistake is not None:
+            raise mistake from None
+        raise
+    store_of_init = dist.PrefixStore(init, store)
+    try:
+        if mistake is not None:
+            report_mistake(store_of_init, launch, launch.rank, launch.world_size, mistake)
+            raise mistake
         endpoint, group = bootstrap(
-            dist.PrefixStore(init, store),
+            store_of_init,
             launch,
             "world",
             launch.rank,
@@ -137,13 +144,24 @@ def init_process_group(
             timeout,
             settings,
             torch_transport,
-            torch_transport.description if torch_transport else backend,
+            torch_transport.description if torch_transport else settings.backend,
         )
-    except BaguaError:
+    except BaseException:
         if is_served_by_rank_0 and launch.rank == 0:
             time.sleep(_FAULT_SECONDS)
         raise
     _world = _World(endpoint, group, launch, store)
+
+
+def _settings(backend: str, auth_token: str | None) -> config.Settings:
+    """The environment's settings, with init_process_group's arguments. Raises InvalidArgument for a mistake in them."""
+    if backend not in config.BACKENDS:
+        raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
+    settings = config.settings()
+    describe_thresholds(settings.thresholds)
+    if auth_token is not None:
+        settings = dataclasses.replace(settings, auth_token=config.checked_token(auth_token, "auth_token"))
+    return dataclasses.replace(settings, backend=settings.backend if backend == "auto" else backend)
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -185,7 +203,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_initialized() -> bool:
-    """Whether init_process_group has been called (and destroy_process_group has not)."""
+    """Returns True between init_process_group and destroy_process_group."""
     return _world is not None
 
 

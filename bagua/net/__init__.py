@@ -1,1 +1,1 @@
-"""Who reaches whom: rendezvous, authenticated connections, and whether a peer is alive. The core moves the bytes."""
+"""The network between ranks: rendezvous, authenticated connections, liveness of peers. The core moves the bytes."""

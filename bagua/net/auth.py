@@ -1,4 +1,4 @@
-"""What the job's token is turned into, and mutual authentication of a new connection.
+"""The keys that are made of the job's token, and mutual authentication of a new connection.
 
 A token is stretched once per rendezvous, with the digest of all ranks' records as its salt (rendezvous.py), into the
 key of that rendezvous. So the key is bound to the job, to this start of it and to every address in the table: a proof
@@ -55,10 +55,10 @@ def derive(key: bytes, purpose: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What this rank proves itself with to the others, and checks of them.
+    """The secrets by which this rank proves itself to the others and checks them.
 
     Attributes:
-        key: of this rendezvous; ranks of the job have it, and nobody else.
+        key: of this rendezvous; only ranks of the job have it.
         rank: this one.
         world_size: of the rendezvous.
     """

@@ -1,4 +1,4 @@
-"""Which congestion control TCP uses on the data connections between hosts (tcp(7), TCP_CONGESTION).
+"""The congestion control that TCP uses on the data connections between hosts (tcp(7), TCP_CONGESTION).
 
 The system's default, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR
 throttles a busy connection for 200 ms, to measure its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
@@ -81,7 +81,7 @@ def choose(sock: socket.socket, chosen: str) -> None:
 
 
 def describe(chosen: str) -> str:
-    """What ``choose`` does with it in this process, as text for people."""
+    """Returns a sentence on the effect of ``choose`` in this process."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             of_system = _name_of(probe)

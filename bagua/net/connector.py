@@ -1,6 +1,6 @@
 """Outgoing connections: calls another rank's listener and authenticates itself (listener.py accepts them).
 
-Every wait is cut into pieces of `_POLL_SECONDS`, between which the caller's `still_wanted` may raise: nobody goes on
+Every wait is cut into pieces of `_POLL_SECONDS`, between which the caller's `still_wanted` may raise: no thread goes on
 dialing for a group that has failed or is being destroyed. When to dial, dialer.py decides.
 """
 
@@ -29,7 +29,7 @@ _ANSWERS = (0, errno.ECONNREFUSED)
 class Attempt:
     """One call of a rank's listener: whether anybody still needs it, and how far it has come."""
 
-    still_wanted: Callable[[], None]  # raises when nobody does
+    still_wanted: Callable[[], None]  # raises when no group does
     silence_s: float  # after so long without an acknowledgement from the peer's host, it is an OSError
     is_connected: bool = False  # the peer's host has taken the connection; its process has yet to answer
 
@@ -111,7 +111,7 @@ def notify(records: Sequence[RankRecord], credentials: Credentials, about: dict,
                         continue
                     num_notified += 1
                 except (OSError, TransportError):
-                    pass  # nobody listens there
+                    pass  # no process listens there
                 poller.unregister(fd)
                 del pending[fd]
                 sock.close()
@@ -131,7 +131,7 @@ class HostProbe:
         self._sock.connect_ex(address)
 
     def is_answered(self) -> bool:
-        """Whether it has taken or refused this one."""
+        """Returns True if the host has taken or refused this connection."""
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT)
         return bool(poller.poll(0)) and self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS

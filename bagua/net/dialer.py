@@ -1,9 +1,9 @@
-"""When to dial whom: makes the links to other processes and the channels of their groups as they are first used.
+"""The outgoing connections of a rank: links to other processes and channels of their groups, made on first use.
 
 Beside the data path. Of two ranks of a group the higher one dials the group's channel; the link between their
 processes, which comes first, is dialed by whoever needs it (connector.py knows how, listener.py accepts). Where both
 dial at once, the higher rank's connection stands. For each peer to which something is missing there is a thread: a peer
-that does not answer keeps nobody waiting but those that wait for it, and those wait in the core, which hears by the
+that does not answer delays only groups that wait for it, and those wait in the core, which learns by the
 link, or from here, what is the matter.
 """
 
@@ -25,7 +25,7 @@ from bagua.net.rendezvous import RankRecord
 __all__ = ["Dialer", "RegisteredGroup", "exited_error"]
 
 _POLL_SECONDS = 0.05
-# Of the time that a host may take no connection, after which the others are asked whether they reach it: early enough
+# The part of the time without a connection after which the others are asked whether they reach the host: early enough
 # that they find out within it. As of a link that falls silent (ProcessLink::Pace).
 _DOUBT_AFTER = 0.8
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # of a host that took the connection
@@ -49,7 +49,7 @@ class RegisteredGroup:
         return self.ranks.index(self.rank)
 
     def dials(self, peer: int) -> bool:
-        """Whether it is this rank, of the two, that dials the channel."""
+        """Returns True if this rank, of the two, dials the channel."""
         return self.ranks.index(self.rank) > self.ranks.index(peer)
 
 
@@ -66,7 +66,7 @@ class Dialer:
         is_linked: whether there is a link to a rank.
         dial_link: makes one, or returns where the peer's own is about to come.
         dial_channel: makes the channel of a group to a peer.
-        silence_s: for how long a host may take no connection before that is a failure: by then the others have told
+        silence_s: for how long a host may take no connection before that is a failure: by then the others have reported
             whether they reach it.
         stalled_s: for how long this process itself did not run, a short while ago, in which a rank may have given it
             up; 0 if it did.
@@ -201,22 +201,22 @@ class Dialer:
 
 
 class _PeerState:
-    """What the attempts to reach a peer have come to, for the error of those that wait for it."""
+    """The outcome of the attempts to reach a peer, for the error of the groups that wait for it."""
 
     def __init__(self, record: RankRecord, silence_s: float, stalled_s: Callable[[], float]):
         self._record, self._silence_s, self._stalled_s = record, silence_s, stalled_s
         self._refused_since: float | None = None
-        self._unheard_since = time.monotonic()
+        self._silent_since = time.monotonic()
         self._is_noted = False
         self._is_doubted = False  # the others are being asked about it
         self._probe: HostProbe | None = None
 
     def succeeded(self) -> None:
         self._refused_since = None
-        self._heard()
+        self._answered()
 
-    def _heard(self) -> None:
-        self._unheard_since = time.monotonic()
+    def _answered(self) -> None:
+        self._silent_since = time.monotonic()
         self._is_doubted = False
 
     def end_probe(self) -> None:
@@ -227,7 +227,7 @@ class _PeerState:
 
     def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int, is_asked: bool = False) -> None:
         """While an attempt goes on; has the groups doubt a peer whose host has taken no connection for long. Where they
-        ask, a host that took this one is called again: nothing else would tell soon that it is gone."""
+        ask, a host that took this one is called again: nothing else would show soon that it is down."""
         record = self._record
         if is_asked and attempt.is_connected and self._probe is None:
             self._probe = HostProbe(record)
@@ -235,7 +235,7 @@ class _PeerState:
         elif self._probe is not None and self._probe.is_answered():
             self.end_probe()
         if attempt.is_connected and self._probe is None:
-            self._heard()
+            self._answered()
             for group in missing:
                 group_peer = group.ranks.index(peer)
                 what = (
@@ -243,7 +243,7 @@ class _PeerState:
                     f"host accepts connections at {record.address}:{record.port})"
                 )
                 group.core.note_unreachable(group_peer, what, True)
-        elif self._is_doubted or time.monotonic() - self._unheard_since > _DOUBT_AFTER * self._silence_s:
+        elif self._is_doubted or time.monotonic() - self._silent_since > _DOUBT_AFTER * self._silence_s:
             self._doubt(missing, peer, "no answer to the request for a connection")
         elif not self._is_noted:
             self._is_noted = True
@@ -259,7 +259,7 @@ class _PeerState:
                 group.core.poison(_failed(error, group.rank_here))
             return
         if isinstance(error, ConnectionRefusedError):
-            self._heard()
+            self._answered()
             self._refused_since = self._refused_since or now
             if now - self._refused_since > _REFUSED_SECONDS:
                 for group in missing:
@@ -268,13 +268,13 @@ class _PeerState:
             return
         self._refused_since = None
         if isinstance(error, TransportError):  # it listens, but did not accept this connection
-            self._heard()
+            self._answered()
             for group in missing:
                 what = f"cannot connect to rank {group.ranks.index(peer)} at {self._where}: {error}"
                 group.core.note_unreachable(group.ranks.index(peer), what, True)
         elif (
             self._is_doubted
-            or now - self._unheard_since > _DOUBT_AFTER * self._silence_s
+            or now - self._silent_since > _DOUBT_AFTER * self._silence_s
             or (attempt.is_connected and error.errno in _SILENT)
         ):
             self._doubt(missing, peer, str(error))
@@ -299,7 +299,7 @@ class _PeerState:
 
     def _doubt(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
         self._is_doubted = True
-        silence_s = time.monotonic() - self._unheard_since
+        silence_s = time.monotonic() - self._silent_since
         for group in missing:
             group.core.doubt_unlinked(group.ranks.index(peer), silence_s, self._cut(group, peer, why))
 

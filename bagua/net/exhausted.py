@@ -1,4 +1,4 @@
-"""What this process has come to the end of, as errors that say so and what to do: memory, threads, file descriptors.
+"""Errors for resources that this process has used up, with the remedy: memory, threads, file descriptors.
 
 Beside the data path. The core's own are in csrc/common/exhausted.h.
 """
@@ -20,7 +20,7 @@ def exhausted_error(error: BaseException, rank: int | None, doing: str = "go on"
     """The error of this rank for what has ended, which waiting does not mend; None for any other one.
 
     Args:
-        rank: this process's, in the group that is told.
+        rank: this process's, in the group that the error is for.
         doing: what the rank cannot do.
     """
     number = error.errno if isinstance(error, OSError) else None
@@ -42,7 +42,7 @@ def start_thread(thread: threading.Thread, rank: int | None = None) -> None:
     """Starts it.
 
     Args:
-        rank: this process's, in the group that is told.
+        rank: this process's, in the group that the error is for.
 
     Raises:
         TransportError: this process can have no more threads, or no memory for one.

@@ -1,4 +1,4 @@
-"""How other ranks reach this process: the links to their processes, and the channels of their common groups.
+"""The connections of this process: links to the processes of other ranks, and the channels of their common groups.
 
 One Endpoint per process: a TCP socket and an abstract Unix socket that listen (nothing is left behind after kill -9),
 the thread that serves them (listener.py), and the threads that dial (dialer.py). What is made goes to the core:
@@ -27,6 +27,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +41,7 @@ from bagua.net.connector import Attempt, dial_link, dial_tcp, dial_unix
 from bagua.net.dialer import Dialer, RegisteredGroup
 from bagua.net.exhausted import exhausted_error
 from bagua.net.fork_guard import close_in_child
-from bagua.net.interfaces import InterfaceAddress
+from bagua.net.interfaces import InterfaceAddress, with_scope
 from bagua.net.listener import IncomingChannel, Listener, close_all
 from bagua.net.rendezvous import RankRecord
 from bagua.net.stall_watch import StallWatch
@@ -54,7 +55,7 @@ logger = logging.getLogger("bagua")
 _PROMISE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _MAX_INCOMING = 10_000
-# By backend: how collectives on tensors of a device move.
+# The device transport of each backend.
 _DEVICE_TRANSPORTS = {"auto": "auto", "native": "staged", "nccl": "nccl", "torch": "staged"}
 
 
@@ -83,6 +84,7 @@ class Endpoint:
         self._num_opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._incoming: dict[tuple[str, int], IncomingChannel] = {}  # (group's key, dialer's global rank)
         self._incoming_s = self._started_at = 0.0
+        self._has_warned = False  # that descriptors run out
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
         self._early = reports.EarlyReports()
         # Guards the five above. Taken by itself, not by the condition's `with`, which is a function in Python: Ctrl-C
@@ -128,6 +130,9 @@ class Endpoint:
         Args:
             timeout_s: for how long a channel may wait for its group to be made here.
         """
+        # The scope of a link-local address is each host's own: this one reaches it where it listens itself.
+        scope = self.address.interface
+        records = [replace(record, address=with_scope(record.address, scope)) for record in records]
         self.records = self._dialer.records = records
         self.credentials, self._rank = credentials, credentials.rank
         self._incoming_s = timeout_s
@@ -171,6 +176,15 @@ class Endpoint:
             # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's.
             spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
         key = self._key(name, ranks)
+        if not self._has_warned and not _has_descriptors_to_spare():
+            self._has_warned = True
+            warnings.warn(
+                f"more than half of `ulimit -n` is in use, and {len(self._groups)} groups of bagua's are open, which "
+                "hold file descriptors and threads; destroy those that are not used any more "
+                "(destroy_process_group(group)): dropping one does not close it",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
         def connect(peer: int) -> None:
             self._dialer.want(key, ranks[peer])
@@ -183,11 +197,11 @@ class Endpoint:
         with self._lock:
             self._num_opened[name, tuple(ranks)] += 1
             if self._failure is not None:
-                core.poison(_deaf(self._failure, ranks.index(rank)))
+                core.poison(_not_accepting(self._failure, ranks.index(rank)))
             group = self._groups[key] = RegisteredGroup(key, core, ranks, rank)
             if (early := self._early.take(key)) is not None:
                 try:
-                    self._heard(group, *early)
+                    self._fail_with_report(group, *early)
                 except Exception as error:  # nothing that a peer sends may end this rank
                     logger.warning("the report of rank %d on group '%s' is none: %r", early[1], key, error)
             for _, peer in [known for known in self._incoming if known[0] == key]:
@@ -195,7 +209,7 @@ class Endpoint:
         return core
 
     def _key(self, name: str, ranks: list[int]) -> str:
-        """By which the members know the group: the name may be used again, and by other ranks."""
+        """Returns the members' key of the group: its name may be used again, and by other ranks."""
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         with self._lock:
             return f"{name}|{members}|{self._num_opened[name, tuple(ranks)] + 1}"
@@ -233,18 +247,18 @@ class Endpoint:
         reports.report(unlinked, self.credentials, about, time.monotonic() - self._started_at)
 
     def share_memory(self, rank: int, peer: int) -> bool:
-        """Whether two ranks (global) are on one host and both have shared memory switched on."""
+        """Returns True if two ranks (global) are on one host and both have shared memory switched on."""
         mine, theirs = self.records[rank], self.records[peer]
         return mine.host == theirs.host and bool(mine.unix_name) and bool(theirs.unix_name)
 
     def same_node(self, rank: int, peer: int) -> bool:
-        """Whether two ranks (global) are on one host."""
+        """Returns True if two ranks (global) are on one host."""
         return self.records[rank].host == self.records[peer].host
 
     # ---- dialing, on the dialer's threads
 
     def _stalled_s(self, peer: int) -> float:
-        """How long this process did not run, a short while ago, before a peer had a link, which outlasts a stall."""
+        """Returns the seconds of a recent stall of this process, of a peer without a link; a link outlasts a stall."""
         return 0.0 if self._process.had_link(peer) else self._stall_watch.recent_s()
 
     def _dial_link(self, peer: int, attempt: Attempt) -> None:
@@ -363,9 +377,9 @@ class Endpoint:
                 if group is None:
                     self._early.add(key, about["cause"], about["from"])
                 else:
-                    self._heard(group, about["cause"], about["from"])
+                    self._fail_with_report(group, about["cause"], about["from"])
 
-    def _heard(self, group: RegisteredGroup, cause: dict, teller: int) -> None:
+    def _fail_with_report(self, group: RegisteredGroup, cause: dict, teller: int) -> None:
         group.core.poison(reports.remote_error(cause, group.ranks.index(teller)))
 
     def _accept_channel(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
@@ -423,7 +437,7 @@ class Endpoint:
         with self._lock:
             self._failure = error
             for group in self._groups.values():
-                group.core.poison(_deaf(error, group.rank_here))
+                group.core.poison(_not_accepting(error, group.rank_here))
 
     def _attach_if_complete(self, key: str, peer: int) -> None:
         """Under the lock. A channel waits for its group, for its other connections and for the link."""
@@ -474,13 +488,13 @@ def _promised(group: RegisteredGroup) -> Iterator[None]:
         raise
 
 
-def _deaf(error: Exception, rank: int) -> BaguaError:
+def _not_accepting(error: Exception, rank: int) -> BaguaError:
     exhausted = exhausted_error(error, rank, "accept connections")
     return exhausted or InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
 
 
 def _has_descriptors_to_spare() -> bool:
-    """Whether less than half of what this process may open is open: the rest is for more groups."""
+    """Returns True if less than half of the descriptors are in use: the rest is for more groups."""
     return 2 * len(os.listdir("/proc/self/fd")) < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

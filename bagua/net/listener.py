@@ -79,7 +79,7 @@ def _check_number(about: dict, name: str, low: int, high: int) -> None:
 
 
 def close_all(sockets: Iterable[socket.socket], descriptors: Iterable[int]) -> None:
-    """Close what an authenticated peer has passed and nobody will use."""
+    """Closes sockets and descriptors of an authenticated peer that will not be used."""
     for sock in sockets:
         sock.close()
     for fd in descriptors:
@@ -107,14 +107,14 @@ class Listener:
         credentials: this rank's; a peer must know the key and mean this rank.
         accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
             descriptors; it owns the socket and the descriptors, also when it raises.
-        failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
+        failed: called on the thread when an error of its own ends it, so that no group waits for connections in vain.
         exhausted: called on the thread while no file descriptor or no memory is left for a connection; it may come
             again.
         works: called on the thread: whether this rank is at work, and not about to begin or to end. Only then is a
             connection that the other side ends in the middle of its handshake worth a warning: ranks that are
             interrupted, or that have no time left to tell of a failure, let go of theirs.
         tidy: called on the thread, about once a second while it says that there is more to look after: lets go of what
-            `accepted` keeps and nobody has come for.
+            `accepted` keeps and no group has claimed.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Listener:
                 is_untidy, tidied_at = self._tidy(), time.monotonic()
 
     def _refuse_older_than(self, seconds: float, why: str) -> bool:
-        """Whether there was any such unauthenticated peer."""
+        """Returns True if there was any such unauthenticated peer."""
         before = time.monotonic() - seconds
         old = [peer for peer in self._unauthenticated.values() if peer.since < before]
         for peer in old:

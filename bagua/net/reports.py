@@ -1,7 +1,7 @@
-"""Why a group has failed, told to ranks that have no link to this one when it closes the group.
+"""The reports of a group's failure to ranks that have no link to this one when it closes the group.
 
 Beside the data path. Linked ranks hear of a failure over the link, in the core; one that comes to the group later asks
-when it waits. But a rank that closes a failed group may be about to exit, and nobody could ask it then. So the report
+when it waits. But a rank that closes a failed group may be about to exit, and could not be asked then. So the report
 waits where the group is yet to be made.
 """
 
@@ -53,7 +53,7 @@ def describe(error: BaguaError) -> dict:
 
 def remote_error(cause: dict, group_peer: int) -> BaguaError:
     """The first cause, as another rank's failure. A rank that only passes it on is not named, nor one that has found a
-    connection cut or has waited in vain, and named nobody; Communicator::listen has the same rules."""
+    connection cut or has waited in vain, and named no rank; Communicator::listen has the same rules."""
     text, rank, ranks, kind = cause["text"], cause["rank"], tuple(cause["ranks"]), cause["kind"]
     if kind != "RemoteError":
         text = f"rank {group_peer} reported: {text}"
@@ -86,7 +86,7 @@ class EarlyReports:
         self._reports: OrderedDict[str, tuple[dict, int]] = OrderedDict()
 
     def add(self, key: str, cause: dict, teller: int) -> None:
-        """What the rank `teller` (global) has told of the group."""
+        """Keeps a report of the rank `teller` (global) on the group."""
         self._reports.setdefault(key, (cause, teller))
         if len(self._reports) > _MAX_EARLY:
             self._reports.popitem(last=False)

@@ -1,7 +1,7 @@
-"""Whether this process itself did not run for long: it was stopped, or something held its interpreter up.
+"""The detection of stalls of this process itself: it was stopped, or something held its interpreter up.
 
-Beside the data path. Its peers then name this rank and leave. When it runs again and dials them nobody listens, or the
-time for what it waits for is over, and it must not call the one that it happens to dial or to wait for the rank at
+Beside the data path. Its peers then name this rank and leave. When it runs again and dials them, they do not listen, or
+the time for what it waits for is over, and it must not call the one that it happens to dial or to wait for the rank at
 fault.
 """
 
@@ -57,7 +57,7 @@ class StallWatch:
         start_thread(self._thread)
 
     def recent_s(self) -> float:
-        """How long the last stall took, in seconds, if it ended a short while ago; otherwise 0."""
+        """Returns the seconds of the last stall, if it ended a short while ago; otherwise 0."""
         now, stall = time.monotonic(), self._stall
         if now - self._woke_at > self._limit_s:  # the thread has yet to see it
             return now - self._woke_at

@@ -71,7 +71,7 @@ class TorchTransport:
         self._launch = launch
         self._timeout = timeout
         self._lock = threading.Lock()  # guards the next one
-        # By group's key: peer in the group, forwarder.
+        # The peer in the group and its forwarder, by the group's key.
         self._forwarders: dict[str, list[tuple[int, Forwarder]]] = defaultdict(list)
         self._stuck: list[Forwarder] = []  # of groups that failed; the closing thread's
         self._group: dist.ProcessGroup | None = None
@@ -85,7 +85,7 @@ class TorchTransport:
 
     @property
     def description(self) -> str:
-        """Which group it uses; must be equal on all ranks."""
+        """The group that it uses; must be equal on all ranks."""
         return "torch (a gloo group of its own)" if self._is_own else f"torch (the default group, {self._cpu_backend})"
 
     def start(self, store: dist.Store, address: str) -> None:
@@ -125,7 +125,7 @@ class TorchTransport:
     # ---- links
 
     def next_tag(self) -> int:
-        """For the link that this rank is about to dial."""
+        """Returns the tag of the link that this rank is about to dial."""
         return _FIRST_TAG + next(_links) % _NUM_LINKS * len(_C.TORCH_FRAME_SIZES)
 
     def attach(self, key: str, core: _C.Group, group_peer: int, peer: int, tag: int) -> None:

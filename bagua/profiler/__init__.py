@@ -1,1 +1,1 @@
-"""What a rank has done, and when: recorded, saved as a trace, compared between ranks."""
+"""The records of what a rank has done, and when: saved as a trace, and compared between ranks."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.errors import InvalidArgument
+from bagua.files import replace_file
 from bagua.profiler.recorder import Compute, ExposedHook, Failure, Span, StepRecord
 
 __all__ = ["FORMAT", "TRACKS", "document", "write"]
@@ -77,7 +78,7 @@ def document(
 
 
 def write(path: str | Path, content: dict[str, Any]) -> None:
-    """Writes ``content``, one event per line; creates folders.
+    """Writes ``content``, one event per line; creates folders. A file that is there is replaced as a whole.
 
     Raises:
         InvalidArgument: the path cannot be written to.
@@ -87,7 +88,7 @@ def write(path: str | Path, content: dict[str, Any]) -> None:
     rest = json.dumps({key: value for key, value in content.items() if key != "traceEvents"}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n')
+        replace_file(path, f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n'.encode())
     except OSError as error:
         raise InvalidArgument(f"the timeline cannot be written to {path}: {error}; give another path") from error
 
@@ -166,7 +167,7 @@ def _is_backward(record: _Record | None) -> bool:
 
 
 def _begins_anew(record: _Record) -> bool:
-    """Whether this begins another step, if the current one has had its backward."""
+    """Returns True if this begins another step, given that the current one has had its backward."""
     return not isinstance(record, ExposedHook) or record.hook == "before_forward"
 
 
@@ -227,7 +228,7 @@ def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
 
 
 def _identity(operation: Span) -> dict[str, Any]:
-    """What identifies an operation on all ranks, and what `bagua timeline` needs to know about it."""
+    """Returns the arguments that identify an operation on all ranks, and those that `bagua timeline` needs."""
     some = {"waits_for_some": True} if operation.waits_for_some else {}
     return {"group": operation.group, "ticket": operation.ticket, "bytes": operation.bytes, **some}
 

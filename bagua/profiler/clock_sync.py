@@ -1,4 +1,4 @@
-"""How far this rank's clock is from rank 0's, so that the ranks' timelines can be laid side by side.
+"""The offset of this rank's clock from rank 0's, so that the ranks' timelines can be laid side by side.
 
 Beside the data path. The leader of each node asks rank 0 for the time in several rounds. Rank 0 reads its clock between
 the request and the answer, so the shortest round bounds the offset best (Cristian, "Probabilistic clock

@@ -134,7 +134,7 @@ class RankTrace:
 
     @property
     def uncertainty_ns(self) -> int:
-        """How far its times may be from rank 0's clock, at the moment when the clocks were compared."""
+        """The bound on the error of its times on rank 0's clock, when the clocks were compared."""
         return self.about["clock"].get("uncertainty_ns") or 0
 
     def uncertainty_at(self, time_ns: int) -> int:

@@ -84,7 +84,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended the training of this rank.
+    """The error that ended the training of this rank.
 
     Attributes:
         where: "backward", the name of a hook as in ``ExposedHook``, or "computation" if it was found between the two.
@@ -303,7 +303,7 @@ class Recorder:
         return self._failure
 
     def spans(self, events: Iterable[tuple[str, Any]]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Of the engines' ``events``, each with its group's name, this model's spans: of buckets, and others.
+        """Returns this model's spans, of buckets and others, from the engines' ``events`` with their groups' names.
 
         Operations of other models and of the user's own calls are not in it.
         """
@@ -321,7 +321,7 @@ class Recorder:
         return tuple(of_buckets), tuple(others)
 
     def _labels_of(self, operations: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, bool]]:
-        """By group and ticket: the label, and whether it is a bucket's. Searches from the newest."""
+        """Returns the label of a group's ticket, and whether it is a bucket's. Searches from the newest."""
         found: dict[tuple[str, int], tuple[str, bool]] = {}
         records, names = self._labels.newest_first(), self._names.by_number()
         for group, label, ticket, of_bucket in records:

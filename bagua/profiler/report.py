@@ -1,4 +1,4 @@
-"""What `bagua timeline` prints: merges the traces of several ranks, and says in words what they show.
+"""The report of `bagua timeline`: merges the traces of several ranks, and says in words what they show.
 
 Beside the data path: files of ``model.bagua.save_timeline`` -> **one trace, one text**. Times in the files are on rank
 0's clock already; this file checks that they come from one measurement.
@@ -66,7 +66,7 @@ def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
 
 
 def _operation_of(event: dict[str, Any]) -> tuple[str, int] | None:
-    """What identifies an operation on all ranks; None for other events."""
+    """Returns the key of an operation on all ranks; None for other events."""
     if event.get("cat") not in OPERATION_TRACKS:
         return None
     return event["args"].get("group"), event["args"].get("ticket")
@@ -154,7 +154,7 @@ def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
 
 
 def _covered_steps(ranks: Sequence[RankTrace]) -> list[str]:
-    """Which steps the operations belong to, where the engines have dropped those of earlier steps."""
+    """Returns the steps of the operations, where the engines have dropped those of earlier steps."""
     if all(math.isinf(one.operations_since_us) for one in ranks):
         return []
     kept = [
@@ -222,7 +222,7 @@ def _by_step(ranks: Sequence[RankTrace], found: Sequence[Straggler]) -> dict[tup
 
 
 def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
-    """By the median duration of its operations after the last rank has come, which leaves what the bucket itself takes.
+    """Ranks by the median duration of its operations after the last rank has come: the bucket's own time.
 
     Where ranks wait for their neighbours only, after each rank itself has come.
     """

@@ -87,7 +87,7 @@ def _uncertainty_ns(one: Arrival, other: Arrival) -> int:
 
 
 def caused_ns(found: Iterable[Straggler], ranks: Iterable[int]) -> dict[int, int]:
-    """By rank, how long others waited for it, over all operations."""
+    """Returns the time that others waited for each rank, over all operations."""
     caused = dict.fromkeys(ranks, 0)
     for straggler in found:
         caused[straggler.rank] += straggler.waited_ns

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bagua.errors import InvalidArgument
+from bagua.files import replace_file
 
 _LAYER_KEYS = {"name", "parameters", "forward_ms", "backward_ms"}
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -114,7 +115,7 @@ class Profile:
         """Writes the profile as JSON, one line per layer."""
         layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in self.layers)
         head = f'{{\n  "name": {json.dumps(self.name)},\n  "source": {json.dumps(self.source)},\n'
-        Path(path).write_text(f'{head}  "layers": [\n{layers}\n  ]\n}}\n')
+        replace_file(path, f'{head}  "layers": [\n{layers}\n  ]\n}}\n'.encode())
 
     @staticmethod
     def load(path: str | Path) -> Profile:

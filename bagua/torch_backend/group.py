@@ -27,7 +27,7 @@ from ..errors import InvalidArgument
 from .callback_levels import Levels
 from .compiling import leave_to_python
 from .profiling import Span
-from .tensors import as_real, as_wire_dtype, check_disjoint, concatenate, copy_out, only_element
+from .tensors import as_real, check_disjoint, concatenate, copy_out, only_element
 from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
@@ -248,9 +248,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     @_operation("broadcast", 0)
     def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions = _BROADCAST) -> TorchWork:
         tensor = only_element(tensors, "tensors")
-        return TorchWork(
-            [self.group.broadcast(as_wire_dtype(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
-        )
+        return TorchWork([self.group.broadcast(tensor, opts.rootRank, blocking=_is_blocking(opts))], [tensor])
 
     @_operation("all_gather", 1)
     def allgather(
@@ -275,15 +273,14 @@ class TorchProcessGroup(dist.ProcessGroup):
         works, results = [], []
         for parts, tensor in zip(outputs, inputs, strict=True):
             gathered = self._room_for_all(tensor)
-            work = self.group.all_gather(gathered, as_wire_dtype(tensor), blocking=blocking)
+            work = self.group.all_gather(gathered, tensor, blocking=blocking)
             work.finish_with(copy_out(gathered, parts))
             works.append(work)
             results += parts
         return TorchWork(works, results)
 
     def _room_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = as_wire_dtype(tensor)
-        return torch.empty(self.group.size * view.numel(), dtype=view.dtype, device=view.device)
+        return torch.empty(self.group.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
     @_operation("all_gather", 1)
     def all_gather_single(
@@ -305,7 +302,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         blocking = _is_blocking(opts)
         check_disjoint([[output] for output in outputs], inputs)
         works = [
-            self.group.all_gather(as_wire_dtype(output), as_wire_dtype(input), blocking=blocking)
+            self.group.all_gather(output, input, blocking=blocking)
             for output, input in zip(outputs, inputs, strict=True)
         ]
         return TorchWork(works, list(outputs))
@@ -327,12 +324,12 @@ class TorchProcessGroup(dist.ProcessGroup):
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: c10d.GatherOptions = _GATHER) -> TorchWork:
         if self.group.rank != opts.rootRank:
             return self._gather(None, input, [], opts)
-        return self._gather(as_wire_dtype(output), input, [output], opts)
+        return self._gather(output, input, [output], opts)
 
     gather_into_tensor = gather_single
 
     def _gather(self, output, input, result, opts, finish: Callable[[], None] | None = None) -> TorchWork:
-        work = self.group.gather(output, as_wire_dtype(input), opts.rootRank, blocking=_is_blocking(opts))
+        work = self.group.gather(output, input, opts.rootRank, blocking=_is_blocking(opts))
         if finish is not None:
             work.finish_with(finish)
         return TorchWork([work], result)
@@ -345,8 +342,8 @@ class TorchProcessGroup(dist.ProcessGroup):
         if self.group.rank == opts.rootRank:
             parts = only_element(inputs, "input_tensors")
             self._check_parts(parts, output, "scatter_list", "tensor")
-            source = concatenate(as_wire_dtype(part) for part in parts)
-        work = self.group.scatter(as_wire_dtype(output), source, opts.rootRank, blocking=_is_blocking(opts))
+            source = concatenate(parts)
+        work = self.group.scatter(output, source, opts.rootRank, blocking=_is_blocking(opts))
         return TorchWork([work], [output])
 
     @_operation("all_to_all", 1)
@@ -355,11 +352,10 @@ class TorchProcessGroup(dist.ProcessGroup):
     ) -> TorchWork:
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
-        sources, views = [as_wire_dtype(tensor) for tensor in inputs], [as_wire_dtype(tensor) for tensor in outputs]
-        into = torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=views[0].device)
-        output_splits = [view.numel() for view in views]
-        input_splits = [source.numel() for source in sources]
-        source, finish = concatenate(sources), copy_out(into, views)
+        output_splits = [tensor.numel() for tensor in outputs]
+        input_splits = [tensor.numel() for tensor in inputs]
+        into = torch.empty(sum(output_splits), dtype=outputs[0].dtype, device=outputs[0].device)
+        source, finish = concatenate(inputs), copy_out(into, outputs)
         check_disjoint([outputs], name="output_tensor_list")
         work = self.group.all_to_all(into, source, output_splits, input_splits, blocking=_is_blocking(opts))
         work.finish_with(finish)
@@ -374,10 +370,8 @@ class TorchProcessGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: c10d.AllToAllOptions = _ALLTOALL,
     ) -> TorchWork:
-        work = self.group.all_to_all(
-            as_wire_dtype(output), as_wire_dtype(input), output_splits or None, input_splits or None,
-            blocking=_is_blocking(opts),
-        )  # fmt: skip
+        splits = output_splits or None, input_splits or None
+        work = self.group.all_to_all(output, input, *splits, blocking=_is_blocking(opts))
         return TorchWork([work], [output])
 
     alltoall_base = all_to_all_single
@@ -387,12 +381,12 @@ class TorchProcessGroup(dist.ProcessGroup):
     @_operation("send", 0)
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> TorchWork:
         tensor = only_element(tensors, "tensors")
-        return TorchWork([self.levels.program.group.send(as_wire_dtype(tensor), dst, tag=tag)], [tensor])
+        return TorchWork([self.levels.program.group.send(tensor, dst, tag=tag)], [tensor])
 
     @_operation("recv", 0)
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> TorchWork:
         tensor = only_element(tensors, "tensors")
-        return TorchWork([self.levels.program.group.recv(as_wire_dtype(tensor), src, tag=tag)], [tensor], source=src)
+        return TorchWork([self.levels.program.group.recv(tensor, src, tag=tag)], [tensor], source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
         raise InvalidArgument("the backend 'bagua' cannot receive from an unknown sender; name the sender with src=")

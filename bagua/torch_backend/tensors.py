@@ -1,7 +1,4 @@
-"""torch's tensors and lists of tensors in the form that bagua's collectives take.
-
-A type that the core cannot reduce is moved as a wire dtype, one of the same size that it knows: a view, bit for bit.
-"""
+"""torch's tensors and lists of tensors in the form that bagua's collectives take."""
 
 from __future__ import annotations
 
@@ -11,29 +8,12 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ..distributed.arguments import is_reducible
 from ..distributed.devices import check_supported, common_device, keep_for_current_stream
 from ..distributed.memory_overlap import first_to_share, shares_with_itself
 from ..distributed.tensors import address_of
 from ..errors import InvalidArgument
 
-__all__ = ["as_real", "as_wire_dtype", "check_disjoint", "concatenate", "copy_out", "only_element"]
-
-_WIRE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
-
-
-def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory in a type that the core can move; complex128 gets one dimension more.
-
-    Raises:
-        InvalidArgument: the tensor is a lazy conjugate, whose memory holds other values.
-    """
-    if is_reducible(tensor.dtype) or tensor.layout != torch.strided:  # ProcessGroup refuses other layouts
-        return tensor
-    _check_no_conjugate(tensor)
-    if tensor.dtype is torch.complex128:
-        return torch.view_as_real(tensor.detach())
-    return tensor.detach().view(_WIRE_DTYPES[tensor.element_size()])
+__all__ = ["as_real", "check_disjoint", "concatenate", "copy_out", "only_element"]
 
 
 def as_real(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:
@@ -130,7 +110,7 @@ def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[]
     Raises:
         InvalidArgument: the parts are of different types, or on different devices.
     """
-    views = [as_wire_dtype(part).detach() for part in parts]
+    views = [part.detach() for part in parts]
     _check_alike([source, *views])
 
     def copy() -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -45,7 +46,7 @@ def launched(tmp_path, monkeypatch, capfd):
 # seen only after the sleep, which the agent does not wait for. On a busy machine that happens once in a thousand times.
 SLEEPS = "while True: time.sleep(0.02)"
 # Where they need two seconds for that.
-WAITING = "bagua run: waiting for 3 ranks to end, Ctrl-C kills them ...\n"
+WAITING = "bagua run: waiting 30 s for 3 ranks to end, Ctrl-C kills them ...\n"
 SIGNALS_ITS_LAUNCHER = """
     import os, signal, time
     open("here" + os.environ["RANK"], "w").close()
@@ -62,7 +63,7 @@ SIGNALS_ITS_LAUNCHER = """
     [
         ("SIGINT", 130, "bagua run: interrupted, 3 ranks ended\n"),
         ("SIGTERM", 143, "bagua run: ended by SIGTERM, 3 ranks ended\n"),
-        ("SIGHUP", 129, "bagua run: ended by SIGHUP, all ranks of this host ended\n"),
+        ("SIGHUP", 129, "bagua run: ended by SIGHUP, 3 ranks ended\n"),
     ],
 )
 def test_a_signal_ends_all_ranks_in_one_line(launched, name, status, line):
@@ -79,7 +80,57 @@ def test_the_second_interrupt_kills(launched):
     ]
     status, printed, errors = launched("\n".join(text))
     ended = errors.replace(WAITING, "")
-    assert (status, printed, ended) == (130, "again\n", "bagua run: interrupted, 3 ranks ended\n")
+    last = "bagua run: interrupted, 3 ranks ended, 3 of them killed after 0 s (--shutdown-timeout)\n"
+    assert (status, printed, ended) == (130, "again\n", last)
+
+
+SAVES = """
+    import os, signal, subprocess, sys, time
+    def save(number, frame):
+        time.sleep(0.3)
+        print(signal.Signals(number).name, worker.poll(), flush=True)
+        worker.stdin.close()
+        worker.wait()
+        open("saved" + os.environ["RANK"], "w").close()
+        sys.exit(0)
+    signal.signal(signal.{name}, save)
+    worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    outlives = subprocess.Popen(["sleep", "100"])
+    with open("outlives", "a") as file:
+        file.write("%d\\n" % outlives.pid)
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_what_a_rank_has_started_serves_it_while_it_saves(launched, tmp_path, name, status):
+    """As a DataLoader's workers do. What it leaves behind ends after it."""
+    text = SAVES.format(name=name) + SIGNALS_ITS_LAUNCHER.format(name=name, sleeps=SLEEPS)
+    ended, printed, errors = launched(text, "--signals-to-handle", f"SIGTERM,{name}")
+    assert (ended, printed) == (status, f"{name} None\n" * 3)
+    assert errors.replace(WAITING, "") == f"bagua run: ended by {name}, 3 ranks ended\n"
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1", "saved2"}
+    for pid in (tmp_path / "outlives").read_text().split():
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_rank_that_does_not_end_in_its_grace_time_is_killed_and_counted(launched):
+    text = (
+        'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ["RANK"] == "2" else signal.SIG_DFL)'
+    )
+    text = "import os\n" + text + textwrap.dedent(SIGNALS_ITS_LAUNCHER.format(name="SIGTERM", sleeps=SLEEPS))
+    ended, _, errors = launched(text, "--shutdown-timeout", "1")
+    last = "bagua run: ended by SIGTERM, 3 ranks ended, 1 of them killed after 1 s (--shutdown-timeout)\n"
+    assert (ended, errors) == (143, last)
+
+
+def test_a_signal_that_cannot_be_handled(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    for name in ("SIGKILL", "SIG_IGN", "SIGSTOP", "TERM"):
+        with pytest.raises(SystemExit):
+            main(["--signals-to-handle", name, str(script)])
+        assert f"--signals-to-handle has {name!r}, which is no signal" in capsys.readouterr().err
 
 
 FAILS = """

@@ -21,12 +21,16 @@ def mistakes(rank, world_size):
     yield "op 'sum' is not one of SUM, AVG, PRODUCT, MIN, MAX", lambda: bagua.all_reduce(x, "sum")
     yield "op 99 is not one of", lambda: bagua.all_reduce(x, 99)
     yield (
-        "torch.complex64 is not supported here; the types are float32, .*; move or add torch.view_as_real of it",
+        "torch.complex64 is not supported here; the types are float32, .*; give torch.view_as_real of it",
         lambda: bagua.all_reduce(x.to(torch.cfloat)),
     )
     yield (
-        r"torch.int16 is not supported here; .* move .view\(torch.uint8\) of it",
-        lambda: bagua.broadcast(x.to(torch.int16), 0),
+        r"torch.int16 is not supported here; .*; convert it",
+        lambda: bagua.reduce(x.to(torch.int16), 0),
+    )
+    yield (
+        "torch.quint8 is not supported here",
+        lambda: bagua.broadcast(torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), 0),
     )
     yield "is a list; give a torch.Tensor", lambda: bagua.all_reduce([1.0])
     yield "is a NoneType; give a torch.Tensor", lambda: bagua.all_gather(None, x)

@@ -2,10 +2,13 @@
 
 import time
 
+import numpy as np
+import pytest
 import torch
 
 import bagua
 from bagua import ReduceOp
+from bagua.testing import world as thread_world
 from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
 from tests.distributed.worlds import ALL_WORLDS, FEW_WORLDS, in_worlds, shm, tcp, through_torch
 
@@ -115,6 +118,68 @@ def check_movements(rank, world_size):
 @in_worlds(MOST_WORLDS, slow=THE_OTHERS)
 def test_movements(pools, world):
     pools.run(world, check_movements)
+
+
+UNREDUCED = (
+    *(torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+)
+
+
+def every_byte(rank, world_size, dtype):
+    """12 elements in which every byte has a value of its own, as (4, 3)."""
+    numel = 12 * dtype.itemsize
+    return torch.arange(numel, dtype=torch.int64).add(numel * rank).to(torch.uint8).view(dtype).view(4, 3)
+
+
+def same_bytes(found, expected):
+    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def check_movements_of_other_types(group):
+    """What only moves moves every type, bit for bit: those, too, that no operator is defined for."""
+    rank, n = group.rank, group.size
+    for dtype in UNREDUCED:
+        inputs = [every_byte(r, n, dtype) for r in range(n)]
+        wide = torch.cat(inputs)
+        for mine in (inputs[rank].clone(), inputs[rank].t().contiguous().t()):  # and with gaps
+            group.broadcast(mine, n - 1).wait()
+            assert same_bytes(mine, inputs[n - 1]), dtype
+        mine = inputs[rank]
+        output = torch.empty_like(wide)
+        group.all_gather(output, mine).wait()
+        assert same_bytes(output, wide), dtype
+        output = torch.empty_like(wide)
+        group.gather(output if rank == 1 else None, mine, 1).wait()
+        assert rank != 1 or same_bytes(output, wide), dtype
+        output = torch.empty_like(mine)
+        group.scatter(output, wide if rank == 0 else None, 0).wait()
+        assert same_bytes(output, mine), dtype
+        rows = [1, 0, 3][:n]  # of the rank that gets them
+        output = torch.empty(n * rows[rank], 3, dtype=dtype)
+        group.all_to_all(output, mine, [rows[rank]] * n, rows).wait()
+        begin = sum(rows[:rank])
+        assert same_bytes(output, torch.cat([x[begin : begin + rows[rank]] for x in inputs])), dtype
+        if rank == 0:
+            group.send(mine, 1).wait()
+        elif rank == 1:
+            output = torch.empty_like(mine)
+            group.recv(output, 0).wait()
+            assert same_bytes(output, inputs[0]), dtype
+    conjugate = torch.complex(torch.ones(3) * rank, torch.ones(3)).conj()
+    group.broadcast(conjugate, 1).wait()
+    assert torch.equal(conjugate, torch.full((3,), 1 - 1j))
+    for dtype in (np.int16, np.complex64):
+        array = np.full((2, 3), rank, dtype=dtype)[:, ::-1]
+        group.broadcast(array, 2).wait()
+        np.testing.assert_array_equal(array, np.full((2, 3), 2, dtype=dtype))
+    x = torch.zeros(4, dtype=torch.int16 if rank else torch.bfloat16)
+    with pytest.raises(bagua.InvalidArgument, match="broadcast #.* of 4 bfloat16.* 8 uint8|8 uint8.* of 4 bfloat16"):
+        group.broadcast(x, 0).wait()
+
+
+def test_movements_of_other_types():
+    thread_world(3, check_movements_of_other_types)
 
 
 def check_uneven_all_to_all(rank, world_size):

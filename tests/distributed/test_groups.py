@@ -184,6 +184,64 @@ def test_objects(pools, world):
     pools.run(world, check_objects)
 
 
+def _unreadable():
+    raise KeyError("vocab")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return _unreadable, ()
+
+
+class ReadableAtHome:
+    """Can be unpickled in the process that made it only."""
+
+    def __reduce__(self):
+        return _at_home, (os.getpid(),)
+
+
+def _at_home(pid):
+    if pid != os.getpid():
+        raise OSError("the file is not on this host")
+    return "read"
+
+
+def check_bad_objects(rank, world_size):
+    """An object that one rank cannot send or read: all ranks raise, with rank and type, and the group goes on."""
+    group = bagua.get_default_group()
+    bad = world_size - 1
+
+    def calls(obj):
+        value = obj if rank == bad else None
+        return [lambda: bagua.broadcast_object(value, bad), lambda: bagua.all_gather_object(value)]
+
+    plain = [lambda: group.broadcast_plain({"a": object()}, bad), lambda: group.all_gather_plain({1, object()})]
+    cases = [(call, f"rank {bad} cannot send its function: ") for call in calls(lambda: 1)]
+    cases += [
+        (call, rf"rank 0 cannot read the Unreadable of rank {bad}: KeyError: 'vocab'") for call in calls(Unreadable())
+    ]
+    cases += [
+        (call, f"rank 0 cannot read the ReadableAtHome of rank {bad}: OSError: ") for call in calls(ReadableAtHome())
+    ]
+    cases += [(plain[0], f"rank {bad} cannot send its dict: "), (plain[1], "rank 0 cannot send its set: ")]
+    for call, message in cases:
+        with pytest.raises(bagua.errors.InvalidArgument, match=message) as raised:
+            call()
+        assert raised.value.rank == int(message.split()[1])
+        assert bagua.all_gather_object(rank) == list(range(world_size))
+    pair = bagua.new_group([1, world_size - 1])
+    if rank in pair.ranks:  # ranks of the job in the error
+        with pytest.raises(bagua.errors.InvalidArgument, match="rank 1 cannot send its function") as raised:
+            bagua.all_gather_object((lambda: 1) if rank == bad else 0, group=pair)
+        assert raised.value.rank == bad
+
+
+def test_bad_objects(pools):
+    started = time.monotonic()
+    pools.run(shm(3), check_bad_objects)
+    assert time.monotonic() - started < 10  # of a timeout of 30
+
+
 def check_many(rank, world_size):
     """A hundred groups, each used once: what they hold is bounded by what is alive."""
     before = len(os.listdir("/proc/self/fd"))

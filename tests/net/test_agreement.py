@@ -2,8 +2,11 @@
 
 import logging
 import os
+import re
+import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -120,11 +123,11 @@ def test_the_same_token_from_argument_environment_and_file(tmp_path):
 def test_several_hosts_without_a_token_are_warned_of_once(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "_has_warned", False)
     on_host = {name: rendezvous.RankRecord(0, 2, *[""] * 4, "", 0, name, 1, "", 1) for name in ("127.0.0.1", "::1")}
-    bootstrap._warn_of_strangers(list(on_host.values()))
+    bootstrap._warn_without_token(list(on_host.values()))
     assert not caplog.records
     beyond = [on_host["::1"], replace(on_host["::1"], address="fe80::1%eth0")]
     for _ in range(3):
-        bootstrap._warn_of_strangers(beyond)
+        bootstrap._warn_without_token(beyond)
     (warning,) = caplog.messages
     assert "whoever reaches the store" in warning and "make a token with `bagua token" in warning
 
@@ -157,9 +160,47 @@ def test_two_processes_with_the_same_rank(holder):
     results = failures_of(3, {2: {"env": {"RANK": "1"}}}, env=own_store if holder == "rank 0" else None)
     for kind, text, seconds in results:
         assert "two processes claim to be rank 1; give each process its own RANK" in text
-        assert ("an earlier round of this job has left the claim there" in text) == (holder == "the agent")
         assert kind in ("InvalidArgument", "RemoteError")
         assert seconds < QUICKLY_S
+
+
+def record(rank, world_size):
+    fields = ("1.0", rendezvous.PROTOCOL, "native", "the defaults", f"host {rank}", rank)
+    return rendezvous.RankRecord(rank, world_size, *fields, f"10.0.0.{rank + 1}", 4000 + rank, "", 7)
+
+
+# By round: the ranks that had claimed it when all processes of it ended, and whether one of them had given up.
+EARLIER_ROUNDS = {
+    "none": [],
+    "all": [((0, 1, 2), False)],
+    "all, several times": [((0, 1, 2), False), ((0, 1, 2), True), ((0, 1, 2), False)],
+    "rank 2 died early": [((0, 1), False)],
+    "rank 2 died early, and rank 0 gave up": [((0, 1), True), ((0,), True)],
+}
+
+
+@pytest.mark.parametrize("earlier", EARLIER_ROUNDS.values(), ids=EARLIER_ROUNDS)
+@pytest.mark.parametrize("last", [0, 2])
+def test_ranks_meet_in_a_round_of_their_own(earlier, last):
+    """The store of torchrun's agents holds what the processes before a restart have left there."""
+    store = dist.HashStore()
+    for number, (ranks, has_failed) in enumerate(earlier):
+        of_round = dist.PrefixStore(f"round{number}", store) if number else store
+        for rank in ranks:
+            of_round.add(f"claim/{rank}", 1)
+            of_round.set(f"rank/{rank}", replace(record(rank, 3), auth="no token", nonce="0" * 32).to_json())
+        if has_failed:
+            of_round.set("fault", "2 rank 2 did not come to the rendezvous")
+
+    def meet(rank):
+        time.sleep(0.3 * (rank == last))
+        with rendezvous.meeting(store, rank, 3, timedelta(seconds=5), outlives_ranks=True) as met:
+            return met.exchange(record(rank, 3), None)[1].key
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(meet, range(3))}) == 1
+    assert time.monotonic() - begin < 3
 
 
 def comes_to_a_later_round(rank, world_size):
@@ -169,13 +210,90 @@ def comes_to_a_later_round(rank, world_size):
     earlier.add(f"claim/{rank}", 1)
     if rank == 0:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    return attempt(rank, world_size, {}, TIMEOUT_S)
+    return attempt(rank, world_size, {}, LONG_S)
 
 
 def test_agents_that_count_their_restarts_differently():
-    _, (kind, text, _) = spawn(comes_to_a_later_round, 2)
-    assert kind == "InvalidArgument"
-    assert "count differently then (TORCHELASTIC_RESTART_COUNT is 0 here); let them restart once more" in text
+    assert spawn(comes_to_a_later_round, 2) == [None, None]
+
+
+MISTAKES = {
+    "interface": ({"BAGUA_SOCKET_IFNAME": "nope0"}, "rank 1: interface 'nope0' has no address on this host"),
+    "number": ({"BAGUA_TCP_STREAMS": "many"}, "rank 1: BAGUA_TCP_STREAMS='many' is not an integer"),
+    "name": ({"BAGUA_TCP_STREAM": "2"}, "rank 1: BAGUA_TCP_STREAM is not a setting of bagua"),
+    "thresholds": ({"BAGUA_THRESHOLDS": "nope=1"}, "rank 1: BAGUA_THRESHOLDS names 'nope'"),
+    "congestion": ({"BAGUA_TCP_CONGESTION": "nope"}, "rank 1: .*nope"),
+}
+
+
+@pytest.mark.parametrize("holder", ["rank 0", "the agent"])
+def test_a_mistake_in_a_rank_s_own_settings_is_told_to_all(holder):
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False"} if holder == "rank 0" else {}
+    for changes, message in MISTAKES.values():
+        env |= {"MASTER_PORT": str(free_port())} if holder == "rank 0" else {}
+        results = failures_of(3, {rank: {"names": 1} for rank in (0, 2)} | {1: {"env": changes}}, env=env)
+        assert [kind for kind, _, _ in results] == ["RemoteError", "InvalidArgument", "RemoteError"]
+        for rank in (0, 2):
+            assert re.search(f"another rank gave up during the rendezvous: {message}", results[rank][1])
+        assert max(seconds for _, _, seconds in results) < QUICKLY_S
+
+
+class WatchdogError(RuntimeError):
+    pass
+
+
+def is_interrupted(rank, world_size, kind):
+    """Rank 1's signal handler raises while it waits for rank 2, which does not come."""
+
+    def handler(number, frame):
+        raise kind("watchdog")
+
+    if rank == 2:
+        return None
+    if rank == 1:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        bagua.init_process_group(timeout=LONG_S)
+    except BaseException as error:
+        return type(error), str(error), getattr(error, "rank", None)
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, WatchdogError, KeyboardInterrupt])
+def test_a_rank_that_is_interrupted_tells_the_others(kind):
+    begin = time.monotonic()
+    other, interrupted, _ = spawn(is_interrupted, 3, args=[kind])
+    assert interrupted == (kind, "watchdog", None)
+    text = f"another rank gave up during the rendezvous: rank 1 was interrupted by {kind.__name__}: watchdog"
+    assert other == (bagua.errors.RemoteError, text, 1)
+    assert time.monotonic() - begin < QUICKLY_S
+
+
+def leaves_at_once(rank, world_size):
+    for _ in range(10):
+        bagua.init_process_group(timeout=LONG_S)
+        bagua.destroy_process_group()
+
+
+def test_rank_0_keeps_the_store_until_all_have_met():
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    spawn(leaves_at_once, 3, env=env)
+
+
+UNREACHABLE = {
+    "refused": ("127.0.0.1", "no program listens there: rank 0 has not started, or has ended"),
+    "unknown": ("no-such-host.invalid", "the name does not resolve"),
+    "no route": ("fe80::1%lo", "this host has no route to it"),
+}
+
+
+@pytest.mark.parametrize("case", UNREACHABLE)
+def test_an_address_of_rank_0_that_cannot_be_reached(case):
+    address, why = UNREACHABLE[case]
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    launch = config.launch_environment(environ=environ)
+    with pytest.raises(bagua.errors.TransportError, match=rf"cannot reach rank 0's store .* within 0.5 s: {why}"):
+        rendezvous.open_store(launch, timedelta(seconds=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -196,3 +196,10 @@ def test_variables_of_the_build_may_still_be_there():
     read = set(re.findall(r'environ\.get\("(BAGUA_\w+)"', setup.read_text()))
     assert "BAGUA_CMAKE_ARGS" in read
     assert settings(dict.fromkeys(read, "anything")) == settings({})
+
+
+@pytest.mark.parametrize("address", ["h\udcffst", "a..b", 70 * "x"])
+def test_a_master_address_that_is_no_name(address):
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": address, "MASTER_PORT": "1"}
+    with pytest.raises(InvalidArgument, match="MASTER_ADDR=.* is no host name"):
+        launch_environment(environ=environ)

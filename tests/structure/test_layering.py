@@ -27,7 +27,7 @@ GROUP = {
     f"distributed.{name}"
     for name in (
         *("nodes", "memory_overlap", "plain_data", "arguments", "devices", "job_ranks", "work", "tensors", "cores"),
-        "process_group",
+        *("objects", "process_group"),
     )
 }
 BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
@@ -40,6 +40,7 @@ STEPPING = (
 MAY_IMPORT = {
     "errors": set(),
     "config": ERRORS,
+    "files": set(),
     "torch_version": set(),
     "optim": CORE | {"distributed.arguments", "distributed.devices"},
     "net": CORE,
@@ -47,10 +48,10 @@ MAY_IMPORT = {
     "codecs": CORE | GROUP,
     "buckets": CORE | GROUP | {"codecs"},
     "algorithms": (BUCKETS - {"_C"}) | {"optim"},
-    "profiler": CONFIG | GROUP,
+    "profiler": CONFIG | GROUP | {"files"},
     "data_parallel": STEPPING,
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.step"},
-    "replay": CONFIG,  # and public names, of `import bagua`
+    "replay": CONFIG | {"files"},  # and public names, of `import bagua`
     "cli": CORE | {"net", "distributed", "replay", "profiler.report", "profiler.chrome_trace", "torch_backend"},
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
@@ -93,6 +94,7 @@ ORDER = {
         "work": CORE,
         "tensors": CONFIG,
         "cores": CORE,
+        "objects": ERRORS,
         "process_group": CORE,
         "checkpoints": ERRORS,
         "consensus": ERRORS,
@@ -104,7 +106,7 @@ ORDER = {
     "profiler": {
         "stragglers": set(),
         "recorder": ERRORS | {"distributed.job_ranks"},
-        "chrome_trace": ERRORS,
+        "chrome_trace": ERRORS | {"files"},
         "rank_trace": ERRORS,
         "report": ERRORS,
         "clock_sync": CONFIG | GROUP,

@@ -290,7 +290,6 @@ def refusals(rank, world_size):
         (lambda: dist.recv(x), "src="),
         (lambda: dist.group.WORLD.alltoall([x, x], [x, x.double()]), "float32 and torch.float64"),
         (lambda: dist.group.WORLD.alltoall([x, x.double()], [x, x]), "float32 and torch.float64"),
-        (lambda: dist.group.WORLD.broadcast([torch.ones(3, dtype=torch.complex64).conj()]), "resolve_conj"),
         (lambda: dist.group.WORLD.allreduce(x), "a list of one"),
         (lambda: dist.isend(x, 1 - rank, tag=-1), "tag -1"),
         (lambda: dist.reduce(x.to(torch.complex64), 0, dist.ReduceOp.MAX), "MAX has no meaning for torch.complex64"),
