@@ -26,7 +26,8 @@
 
 namespace bagua::testing {
 
-inline bool machine_runs_clone() {
+// Static, because it differs between the files.
+static bool machine_runs_clone() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   return std::string(BAGUA_CLONE) == "baseline" ||
          (std::string(BAGUA_CLONE) == "v3" ? __builtin_cpu_supports("x86-64-v3") : __builtin_cpu_supports("x86-64-v4"));
@@ -203,14 +204,14 @@ TEST(BAGUA_CLONE_SUITE, MinmaxUint8) {
     fill_random(DType::kF32, source.data(), kCloneNumel, seed);
     if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
     if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
-    kernels::cpu::minmax_uint8_encode(DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
-    kernels::minmax_uint8_encode(DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+    kernels::cpu::kMinmaxUint8.encode(0, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+    kernels::kMinmaxUint8.encode(0, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
     ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
     Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
     sum.assign(source);
     expected_sum.assign(source);
-    kernels::cpu::minmax_uint8_decode_add(got.data(), kCloneNumel, sum.as<float>());
-    kernels::minmax_uint8_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    kernels::cpu::kMinmaxUint8.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+    kernels::kMinmaxUint8.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
     ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
   }
 }
@@ -227,15 +228,15 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       const CounterRng rng{seed, 2048 * seed};
       {
         const auto mode = seed % 2 == 0 ? std::make_unique<FlushToZero>() : nullptr;  // which changes nothing
-        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), rng, nullptr);
+        kernels::cpu::kQsgd.encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), rng, nullptr, Stream{});
       }
-      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), rng, nullptr, Stream{});
+      kernels::kQsgd.encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), rng, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << bits << " bits, seed " << seed;
       Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
       sum.assign(source);
       expected_sum.assign(source);
-      kernels::cpu::qsgd_decode_add(bits, got.data(), kCloneNumel, sum.as<float>());
-      kernels::qsgd_decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+      kernels::cpu::kQsgd.decode_add(bits, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+      kernels::kQsgd.decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
       ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << bits << " bits, seed " << seed;
     }
   }
@@ -249,14 +250,14 @@ TEST(BAGUA_CLONE_SUITE, Onebit) {
     fill_random(DType::kF32, source.data(), kCloneNumel, seed);
     if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
     if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
-    kernels::cpu::onebit_encode(DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
-    kernels::onebit_encode(DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+    kernels::cpu::kOnebit.encode(0, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+    kernels::kOnebit.encode(0, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
     ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
     Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
     sum.assign(source);
     expected_sum.assign(source);
-    kernels::cpu::onebit_decode_add(got.data(), kCloneNumel, sum.as<float>());
-    kernels::onebit_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    kernels::cpu::kOnebit.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+    kernels::kOnebit.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
     ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
   }
 }
@@ -273,8 +274,8 @@ TEST(BAGUA_CLONE_SUITE, Topk) {
       if (seed % 4 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
       for (size_t i = 0; seed % 4 == 3 && i < kCloneNumel; ++i)
         source.as<float>()[i] = std::rint(source.as<float>()[i]);
-      kernels::cpu::topk_encode(k, DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
-      kernels::topk_encode(k, DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+      kernels::cpu::kTopk.encode(k, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+      kernels::kTopk.encode(k, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "k " << k << ", seed " << seed;
     }
   }

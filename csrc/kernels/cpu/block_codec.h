@@ -3,11 +3,13 @@
 //
 //   static constexpr size_t kNumel             elements of a whole block
 //   static constexpr float kPadding            what encode() is given behind the elements of a short block
+//   Blocks(int option, CounterRng)             see block_kernels.h
 //   size_t wire_bytes() const                  of a whole block
-//   size_t encoded_numel(size_t numel) const   how many elements encode() reads of a block of `numel`, no fewer than
-//   these size_t decoded_numel(size_t numel) const   how many decode() and decode_add() write bool encode(const float*
-//   source, size_t begin, size_t numel, uint8_t* bytes) const   whether the block is finite;
-//                                              `begin` is the message's element at which it begins
+//   size_t encoded_numel(size_t numel) const   how many elements encode() reads of a block of `numel`, no fewer
+//   size_t decoded_numel(size_t numel) const   how many decode() and decode_add() write of it, no fewer
+//   bool encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const
+//                                              returns whether the block is finite; `begin` is the message's element
+//                                              at which it begins
 //   void decode(const uint8_t* bytes, size_t numel, float* destination) const
 //   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const
 #pragma once
@@ -160,5 +162,27 @@ void reduce_encode_blocks(const Blocks& blocks, const Contributions& contributio
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
+
+template <typename Blocks>
+constexpr BlockKernels kBlockKernels = {
+    [](int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
+       uint64_t* num_nonfinite_blocks, Stream) {
+      encode_blocks(Blocks{option, rng}, dtype, source, numel, bytes, num_nonfinite_blocks);
+    },
+    [](int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream) {
+      decode_blocks(Blocks{option, {}}, dtype, bytes, numel, destination);
+    },
+    [](int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream) {
+      decode_add_blocks(Blocks{option, {}}, bytes, numel, accumulator);
+    },
+    [](int option, DType dtype, const void* source, const Residual& residual, size_t numel, uint8_t* bytes,
+       CounterRng rng, uint64_t* num_nonfinite_blocks, Stream) {
+      encode_with_residual_blocks(Blocks{option, rng}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
+    },
+    [](int option, const Contributions& contributions, double factor, const Residual& residual, size_t numel,
+       uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream) {
+      reduce_encode_blocks(Blocks{option, rng}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
+    },
+};
 
 }  // namespace bagua::kernels::cpu

@@ -21,7 +21,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the header is stored as it lies in memory");
 
-constexpr size_t kBlockNumel = kQsgdBlockNumel;
 constexpr size_t kHeaderBytes = kQsgdHeaderBytes;
 
 // The codes of the `padded` elements x * s, of which `count` counters from `first` on say which.
@@ -185,7 +184,7 @@ struct Blocks {
   // Not a zero with a sign of its own where all others are -0.0.
   static constexpr float kPadding = -0.0f;
   const int bits;
-  const CounterRng rng = {};
+  const CounterRng rng;
 
   size_t wire_bytes() const { return qsgd_block_bytes(kBlockNumel, bits); }
   size_t encoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
@@ -205,27 +204,6 @@ struct Blocks {
 }  // namespace
 }  // namespace qsgd
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks) {
-  encode_blocks(qsgd::Blocks{bits, rng}, dtype, source, numel, bytes, num_nonfinite_blocks);
-}
-
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  decode_blocks(qsgd::Blocks{bits}, dtype, bytes, numel, destination);
-}
-
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator) {
-  decode_add_blocks(qsgd::Blocks{bits}, bytes, numel, accumulator);
-}
-
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks) {
-  encode_with_residual_blocks(qsgd::Blocks{bits, rng}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
-}
-
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks) {
-  reduce_encode_blocks(qsgd::Blocks{bits, rng}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
-}
+const BlockKernels kQsgd = kBlockKernels<qsgd::Blocks>;
 
 }  // namespace bagua::kernels::cpu

@@ -28,6 +28,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "csrc/kernels/block_kernels.h"
 #include "csrc/kernels/cuda/elementwise.h"
 #include "csrc/kernels/cuda/factor.h"
 #include "csrc/kernels/cuda/instructions.h"
@@ -318,7 +319,7 @@ void launch_blocks(const char* name, Stream stream, size_t numel, void (*kernel)
   launch<Codec::kBlockThreads>(name, stream, ceil_div(numel, kBlockNumel), kernel, arguments...);
 }
 
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
+template <int kResidentThreads, typename Codec>
 void launch_encode(const char* name, const Codec& codec, DType dtype, const void* source, size_t numel, uint8_t* bytes,
                    uint64_t* num_nonfinite_blocks, Stream stream) {
   for_float_type(dtype, [&](auto type) {
@@ -327,44 +328,76 @@ void launch_encode(const char* name, const Codec& codec, DType dtype, const void
   });
 }
 
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
+template <typename Codec>
 void launch_encode_with_residual(const char* name, const Codec& codec, DType dtype, const void* source,
                                  const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                                  Stream stream) {
   for_float_type(dtype, [&](auto type) {
     launch_blocks<Codec>(name, stream, numel,
-                         encode_with_residual_kernel<Codec, decltype(type)::value, kResidentThreads>, codec, source,
+                         encode_with_residual_kernel<Codec, decltype(type)::value, kMinResidentThreads>, codec, source,
                          residual, numel, bytes, num_nonfinite_blocks);
   });
 }
 
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
-void launch_reduce_encode(const char* name, const Codec& codec, const Contributions& contributions, double factor,
-                          size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, false, kResidentThreads>, codec, contributions,
-                       Factor(factor), Residual{}, numel, bytes, num_nonfinite_blocks);
-}
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
-void launch_reduce_encode_with_residual(const char* name, const Codec& codec, const Contributions& contributions,
-                                        double factor, const Residual& residual, size_t numel, uint8_t* bytes,
-                                        uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, true, kResidentThreads>, codec, contributions,
-                       Factor(factor), residual, numel, bytes, num_nonfinite_blocks);
-}
+// The table of a codec. `Kernels` has its kName, and calls body(codec) for the codec of an option; the three may differ
+// in their threads:
+//
+//   template <typename Body> static void with_codec(int option, CounterRng, Body body)
+//   template <typename Body> static void with_reduction(int option, CounterRng, Body body)
+//   template <typename Body> static void with_residual_reduction(int option, CounterRng, Body body)
+//   static constexpr int kReductionResidentThreads, kResidualReductionResidentThreads
+template <typename Kernels>
+struct Launching {
+  static void encode(int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
+                     uint64_t* num_nonfinite_blocks, Stream stream) {
+    Kernels::with_codec(option, rng, [=](auto codec) {
+      launch_encode<kMinResidentThreads>(Kernels::kName, codec, dtype, source, numel, bytes, num_nonfinite_blocks,
+                                         stream);
+    });
+  }
+  static void decode(int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+    Kernels::with_codec(option, {}, [=](auto codec) {
+      using Codec = decltype(codec);
+      for_float_type(dtype, [&](auto type) {
+        launch_blocks<Codec>(Kernels::kName, stream, numel, decode_kernel<Codec, decltype(type)::value>, codec, bytes,
+                             numel, destination);
+      });
+    });
+  }
+  static void decode_add(int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+    Kernels::with_codec(option, {}, [=](auto codec) {
+      using Codec = decltype(codec);
+      launch_blocks<Codec>(Kernels::kName, stream, numel, decode_add_kernel<Codec>, codec, bytes, numel, accumulator);
+    });
+  }
+  static void encode_with_residual(int option, DType dtype, const void* source, const Residual& residual, size_t numel,
+                                   uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
+    Kernels::with_codec(option, rng, [=, &residual](auto codec) {
+      launch_encode_with_residual(Kernels::kName, codec, dtype, source, residual, numel, bytes, num_nonfinite_blocks,
+                                  stream);
+    });
+  }
+  static void reduce_encode(int option, const Contributions& contributions, double factor, const Residual& residual,
+                            size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks,
+                            Stream stream) {
+    if (residual.is_on()) {
+      Kernels::with_residual_reduction(option, rng, [=, &contributions, &residual](auto codec) {
+        using Codec = decltype(codec);
+        constexpr auto kKernel = reduce_encode_kernel<Codec, true, Kernels::kResidualReductionResidentThreads>;
+        launch_blocks<Codec>(Kernels::kName, stream, numel, kKernel, codec, contributions, Factor(factor), residual,
+                             numel, bytes, num_nonfinite_blocks);
+      });
+    } else {
+      Kernels::with_reduction(option, rng, [=, &contributions](auto codec) {
+        using Codec = decltype(codec);
+        constexpr auto kKernel = reduce_encode_kernel<Codec, false, Kernels::kReductionResidentThreads>;
+        launch_blocks<Codec>(Kernels::kName, stream, numel, kKernel, codec, contributions, Factor(factor), Residual{},
+                             numel, bytes, num_nonfinite_blocks);
+      });
+    }
+  }
 
-template <typename Codec>
-void launch_decode(const char* name, const Codec& codec, DType dtype, const uint8_t* bytes, size_t numel,
-                   void* destination, Stream stream) {
-  for_float_type(dtype, [&](auto type) {
-    launch_blocks<Codec>(name, stream, numel, decode_kernel<Codec, decltype(type)::value>, codec, bytes, numel,
-                         destination);
-  });
-}
-
-template <typename Codec>
-void launch_decode_add(const char* name, const Codec& codec, const uint8_t* bytes, size_t numel, float* accumulator,
-                       Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, decode_add_kernel<Codec>, codec, bytes, numel, accumulator);
-}
+  static constexpr BlockKernels kTable = {encode, decode, decode_add, encode_with_residual, reduce_encode};
+};
 
 }  // namespace bagua::kernels::cuda

@@ -15,7 +15,7 @@
 namespace bagua::kernels::cuda {
 namespace {
 
-static_assert(kTopkBlockNumel == kBlockNumel && kTopkMaxK <= kNumThreads, "a thread per element that is decoded");
+static_assert(kTopkMaxK <= kNumThreads, "a thread per element that is decoded");
 
 constexpr int kWordBits = 32;
 constexpr int kNumWords = kBlockNumel / kWordBits;
@@ -402,37 +402,41 @@ __global__ void __launch_bounds__(kEncodeThreads, kResidentThreads / kEncodeThre
   });
 }
 
-}  // namespace
+constexpr const char* kTopkName = "topk";
 
-void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                 Stream stream) {
-  launch_encode<896>("topk_encode", TopkEncoder{k}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng,
+                 uint64_t* num_nonfinite_blocks, Stream stream) {
+  launch_encode<896>(kTopkName, TopkEncoder{k}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
 }
 
 void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
   for_float_type(dtype, [=](auto type) {
-    launch("topk_decode", stream, ceil_div(numel, kBlockNumel), decode_scattered_kernel<decltype(type)::value>,
+    launch(kTopkName, stream, ceil_div(numel, kBlockNumel), decode_scattered_kernel<decltype(type)::value>,
            TopkDecoder{k}, bytes, numel, destination);
   });
 }
 
 void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  launch("topk_decode_add", stream, ceil_div(numel, kBlockNumel), decode_add_scattered_kernel, TopkDecoder{k}, bytes,
-         numel, accumulator);
+  launch(kTopkName, stream, ceil_div(numel, kBlockNumel), decode_add_scattered_kernel, TopkDecoder{k}, bytes, numel,
+         accumulator);
 }
 
 void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_encode_with_residual("topk_encode_with_residual", TopkEncoder{k}, dtype, source, residual, numel, bytes,
-                              num_nonfinite_blocks, stream);
+                               uint8_t* bytes, CounterRng, uint64_t* num_nonfinite_blocks, Stream stream) {
+  launch_encode_with_residual(kTopkName, TopkEncoder{k}, dtype, source, residual, numel, bytes, num_nonfinite_blocks,
+                              stream);
 }
 
 void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+                        size_t numel, uint8_t* bytes, CounterRng, uint64_t* num_nonfinite_blocks, Stream stream) {
   const auto kernel = residual.is_on() ? reduce_encode_scattered_kernel<true, kMinResidentThreads>
                                        : reduce_encode_scattered_kernel<false, 768>;
-  launch_blocks<TopkEncoder>("topk_reduce_encode", stream, numel, kernel, TopkEncoder{k}, contributions, Factor(factor),
-                             residual, numel, bytes, num_nonfinite_blocks);
+  launch_blocks<TopkEncoder>(kTopkName, stream, numel, kernel, TopkEncoder{k}, contributions, Factor(factor), residual,
+                             numel, bytes, num_nonfinite_blocks);
 }
+
+}  // namespace
+
+const BlockKernels kTopk = {topk_encode, topk_decode, topk_decode_add, topk_encode_with_residual, topk_reduce_encode};
 
 }  // namespace bagua::kernels::cuda
