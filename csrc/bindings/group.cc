@@ -66,7 +66,7 @@ Group::Group(const std::string& name, const std::string& key, int rank, std::vec
   communicator->set_connector(wrap_connector(std::move(connector)));
   communicator->set_device_channels(over_pinned);
   communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
-  communicator->join_process(process, std::move(job_ranks), key);
+  communicator->liveness().join_process(process, std::move(job_ranks), key);
   engine_ = std::make_unique<Engine>(std::move(communicator), thresholds_from(thresholds));
 } catch (const std::bad_alloc&) {
   throw refused(out_of_memory(rank), key, process);
@@ -88,7 +88,7 @@ Group::~Group() {
 }
 
 void Group::attach_shm(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd) {
-  auto control = communicator().control(peer);  // which fetches the peer's segments
+  auto control = communicator().liveness().control(peer);  // which fetches the peer's segments
   if (!control) {
     for (const int fd : {ring_fd, doorbell_fd}) ::close(fd);
     throw Error(ErrorKind::kTransport, "rank " + std::to_string(peer) + " has no link to this rank", peer);
@@ -131,7 +131,7 @@ std::shared_ptr<Work> submit_and_keep(Communicator& communicator, const Group::S
   try {
     work = submit();
   } catch (const std::bad_alloc&) {  // the peers wait for this operation, and later ones would be taken for it
-    communicator.poison(out_of_memory(communicator.rank()));
+    communicator.liveness().poison(out_of_memory(communicator.rank()));
     throw out_of_memory(communicator.rank());
   }
   if (!work->is_completed()) work->keep(kept(std::get<3>(submission)), chosen(std::get<2>(submission)));
@@ -240,7 +240,7 @@ void bind_group(py::module_& m) {
            py::arg("same_host"), py::arg("thresholds"), py::arg("connector"), py::arg("process"),
            py::arg("device_transport") = "auto")
       .def_property_readonly(
-          "key", [](Group& g) { return g.communicator().key(); },
+          "key", [](Group& g) { return g.communicator().liveness().key(); },
           "By which the members' processes know the group: no other one of theirs has it, before or after.")
       .def("doorbell_fd", [](Group& g) { return g.communicator().doorbell().fd(); })
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("ring_fd"), py::arg("ring_bytes"),
@@ -254,14 +254,14 @@ void bind_group(py::module_& m) {
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
       .def("check",
            [](Group& g) {
-             if (!g.communicator().is_poisoned()) return;
+             if (!g.communicator().liveness().is_poisoned()) return;
              py::gil_scoped_release release;
-             g.communicator().throw_if_poisoned();
+             g.communicator().liveness().throw_if_poisoned();
            })
       .def(
           "note_unreachable",
           [](Group& g, int peer, const std::string& what, bool names_peer) {
-            g.communicator().note_unreachable(peer, what, names_peer);
+            g.communicator().liveness().note_unreachable(peer, what, names_peer);
           },
           py::arg("peer"), py::arg("what"), py::arg("names_peer"),
           "How far the connection to a peer has come, for the error at the deadline, and whether that names the peer.")
@@ -269,17 +269,17 @@ void bind_group(py::module_& m) {
           "doubt_unlinked",
           [](Group& g, int peer, double silence_s, const std::string& what) {
             const py::gil_scoped_release release;
-            g.communicator().doubt_unlinked(peer, seconds(silence_s), what);
+            g.communicator().liveness().doubt_unlinked(peer, seconds(silence_s), what);
           },
           py::arg("peer"), py::arg("silence_s"), py::arg("what"),
           "There is no way to a peer without a link for so long: asks the others, and fails with `what` or with whom "
           "they do not hear either. To be called again and again.")
-      .def_property_readonly("has_failed", [](Group& g) { return g.communicator().is_poisoned(); })
+      .def_property_readonly("has_failed", [](Group& g) { return g.communicator().liveness().is_poisoned(); })
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);
              py::gil_scoped_release release;
-             g.communicator().poison(cause);
+             g.communicator().liveness().poison(cause);
            })
       .def_property_readonly(
           "device_path", [](Group& g) { return g.communicator().device_path(); },

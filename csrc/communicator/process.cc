@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "csrc/common/exhausted.h"
-#include "csrc/communicator/communicator.h"
 #include "csrc/communicator/control_link.h"
+#include "csrc/communicator/liveness.h"
 
 namespace bagua {
 namespace {
@@ -52,20 +52,20 @@ void Process::attach(int job_rank, int fd) {
         answer_unrouted(from, type, key, bytes);
       },
       [this](int asked_about) { return hearing_of(asked_about); });
-  std::vector<Communicator*> communicators;
+  std::vector<Liveness*> groups;
   {
     std::lock_guard lock(mutex_);
-    communicators = communicators_;
+    groups = groups_;
   }
-  std::erase_if(communicators, [&](Communicator* communicator) { return !communicator->link_made(job_rank, link); });
+  std::erase_if(groups, [&](Liveness* group) { return !group->link_made(job_rank, link); });
   try {
     link->start();
   } catch (const std::exception& error) {
     link->stop();
     const auto* known = dynamic_cast<const Error*>(&error);
     const Error cause = known ? *known : out_of_memory();
-    for (Communicator* communicator : communicators) {  // they take no other link
-      communicator->poison(of_rank(cause, communicator->rank()));
+    for (Liveness* group : groups) {  // they take no other link
+      group->poison(of_rank(cause, group->ranks().rank));
     }
     throw;
   }
@@ -99,24 +99,24 @@ void Process::close() {
 
 // ---- groups
 
-void Process::add(Communicator* communicator) {
+void Process::add(Liveness* group) {
   std::lock_guard registry(registry_mutex_);
   {
     std::lock_guard lock(mutex_);
-    communicators_.push_back(communicator);
-    closed_.erase(communicator->key());
+    groups_.push_back(group);
+    closed_.erase(group->key());
   }
   for (const auto& [rank, link] : links_) {
-    if (!link->has_ended()) communicator->link_made(rank, link);
+    if (!link->has_ended()) group->link_made(rank, link);
   }
 }
 
-void Process::remove(Communicator* communicator, std::optional<std::vector<uint8_t>> abort) {
+void Process::remove(Liveness* group, std::optional<std::vector<uint8_t>> abort) {
   std::lock_guard registry(registry_mutex_);
   std::lock_guard lock(mutex_);
-  if (std::erase(communicators_, communicator) == 0) return;
+  if (std::erase(groups_, group) == 0) return;
   try {
-    closed_.add(communicator->key(), std::move(abort));
+    closed_.add(group->key(), std::move(abort));
   } catch (const std::bad_alloc&) {  // called by destructors; who asks hears that this rank has left, and not why
   }
 }
@@ -158,12 +158,12 @@ void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::stri
 
 // ---- what they wait for
 
-std::optional<Process::Wait> Process::longest_except(const Communicator* asked) {
+std::optional<Process::Wait> Process::longest_except(const Liveness* asked) {
   std::lock_guard lock(mutex_);
   std::optional<Wait> longest;
-  for (const Communicator* communicator : communicators_) {
-    if (communicator == asked) continue;
-    const auto wait = communicator->wait_of_a_thread();
+  for (const Liveness* group : groups_) {
+    if (group == asked) continue;
+    const auto wait = group->wait_of_a_thread();
     if (wait && (!longest || wait->waited_ms > longest->waited_ms)) longest = wait;
   }
   return longest;
@@ -184,18 +184,18 @@ PeerStatus Process::status(PeerStatus::Group group) {
 Hearing Process::hearing_of(int job_rank) {
   std::lock_guard lock(mutex_);
   for (const bool any : {false, true}) {
-    for (Communicator* communicator : communicators_) {
-      if (!any && !communicator->is_linked_well(job_rank)) continue;
-      if (const auto hearing = communicator->hearing_of(job_rank)) return *hearing;
+    for (Liveness* group : groups_) {
+      if (!any && !group->is_linked_well(job_rank)) continue;
+      if (const auto hearing = group->hearing_of(job_rank)) return *hearing;
     }
   }
   return Hearing::kCannotTell;
 }
 
-void Process::forward_request_except(const Communicator* asked, uint32_t hops) {
+void Process::forward_request_except(const Liveness* asked, uint32_t hops) {
   std::lock_guard lock(mutex_);
-  for (Communicator* communicator : communicators_) {
-    if (communicator != asked && communicator->wait_of_a_thread()) communicator->forward_request(hops);
+  for (Liveness* group : groups_) {
+    if (group != asked && group->wait_of_a_thread()) group->forward_request(hops);
   }
 }
 

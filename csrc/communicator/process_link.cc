@@ -31,9 +31,10 @@ constexpr milliseconds kInquiryInterval{50};
 
 }  // namespace
 
-// Doubt begins early enough that what others hear can be asked within the timeout.
+// Doubt begins early enough that what others hear can be asked within the timeout, and is not old by then.
 ProcessLink::Pace::Pace(milliseconds timeout)
-    : silence(timeout * 8 / 10),
+    : timeout(timeout),
+      silence(timeout - std::min(timeout / 5, milliseconds(1500))),
       heartbeat(std::max(timeout / 10, milliseconds(10))),
       tick(std::clamp(timeout / 50, milliseconds(5), milliseconds(200))) {}
 
@@ -216,7 +217,7 @@ void ProcessLink::on_tick() {
   if (is_due) send(FrameType::kHeartbeat, {}, nullptr, 0);
   // An acknowledgement may be delayed, but not for long.
   const auto lasts = silent_for();
-  const Silence silence{lasts, now - reached_host_at_ < lasts / 2};
+  const Silence silence{lasts, now - reached_host_at_ < lasts / 2, lasts + pace_.tick >= pace_.timeout};
   if (silence.lasts < pace_.silence || !has_heard_ || has_ended()) return;
   std::lock_guard lock(routes_mutex_);
   const auto routes = routes_;  // one may remove itself

@@ -52,6 +52,7 @@ class ProcessLink : public Reactor::Handler {
   struct Silence {
     std::chrono::nanoseconds lasts;
     bool reaches_host;  // see reaches_host(); of what was sent a heartbeat ago, and so has had time to arrive
+    bool is_over;       // the timeout ends before the next look
   };
 
   // One group's end of the link. Called on the reactor thread, and not any more once remove_route has returned.
@@ -75,10 +76,11 @@ class ProcessLink : public Reactor::Handler {
   // Whether this process hears from a rank of the job, which the other one asks; none of the link's routes is asked.
   using Hears = std::function<Hearing(int job_rank)>;
 
-  // How long a peer may be silent before it is doubted, how often this end sends at least, and how often it looks.
+  // How long a peer may be silent until it is named, and until it is doubted, how often this end sends at least, and
+  // how often it looks.
   struct Pace {
     explicit Pace(std::chrono::milliseconds timeout);
-    std::chrono::milliseconds silence, heartbeat, tick;
+    std::chrono::milliseconds timeout, silence, heartbeat, tick;
   };
 
   // `fd`: a connected stream socket.

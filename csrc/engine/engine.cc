@@ -32,13 +32,13 @@ Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Th
     : communicator_(std::move(communicator)),
       no_memory_(out_of_memory(communicator_->rank())),
       thresholds_(thresholds) {
-  communicator_->set_num_waiters({counts_, &counts_->waiters});
-  communicator_->set_wake_worker([this] { wake_worker(); });
+  communicator_->liveness().set_num_waiters({counts_, &counts_->waiters});
+  communicator_->liveness().set_wake_worker([this] { wake_worker(); });
   try {
     worker_ = start_thread("bagua-" + communicator_->name(), [this] { loop(); });
   } catch (const Error& error) {  // the peers may be there already
     const Error cause = of_rank(error, communicator_->rank());
-    communicator_->poison(cause);
+    communicator_->liveness().poison(cause);
     throw cause;
   }
 }
@@ -175,7 +175,7 @@ void Engine::loop() {
       if (!advance(task)) return;
     } catch (const std::bad_alloc&) {
       if (!task.work && in_flight_.empty()) {  // without the token, which another thread may hold
-        communicator_->poison(no_memory_);
+        communicator_->liveness().poison(no_memory_);
         continue;
       }
       const Error cause = poison_with_current_exception();
@@ -239,7 +239,7 @@ bool Engine::advance(Task& task) {
 // A peer that cannot be dialed is not known to be there; that fails nothing.
 void Engine::dial_probed() {
   try {
-    communicator_->dial_probed();
+    communicator_->liveness().dial_probed();
   } catch (const Error&) {
   } catch (const std::bad_alloc&) {
   }
@@ -400,7 +400,7 @@ bool Engine::complete_done() {
       }
       if (operation.interval) log_device_operation(operation);
     } catch (const Error& error) {
-      communicator_->poison(error);
+      communicator_->liveness().poison(error);
       failure = error;
     }
     if (failure) {
@@ -441,14 +441,14 @@ std::optional<Error> Engine::cause_to_give_up() {
     for (const Enqueued& operation : enqueued_) expect_in_time(operation);
   } catch (const Error& error) {
     // A broken connection is often the consequence of something that its peer is about to tell.
-    if (error.kind() == ErrorKind::kTransport && !communicator_->is_poisoned()) {
+    if (error.kind() == ErrorKind::kTransport && !communicator_->liveness().is_poisoned()) {
       if (!cause_is_told_at_) cause_is_told_at_ = Deadline::after(kFailureGrace);
       if (!cause_is_told_at_->expired()) return std::nullopt;
     }
-    communicator_->poison(error);
+    communicator_->liveness().poison(error);
     is_lost = true;
   }
-  if (!communicator_->is_poisoned()) return std::nullopt;
+  if (!communicator_->liveness().is_poisoned()) return std::nullopt;
   if (!give_up_at_) give_up_at_ = Deadline::after(kFailureGrace);
   if (!is_lost && !give_up_at_->expired()) return std::nullopt;
   communicator_->abort_device_transport();
@@ -510,11 +510,12 @@ void Engine::poison_once_with_current_exception() {
   try {
     throw;
   } catch (const Error& error) {
-    communicator_->poison(error);
+    communicator_->liveness().poison(error);
   } catch (const std::bad_alloc&) {
-    communicator_->poison(no_memory_);
+    communicator_->liveness().poison(no_memory_);
   } catch (const std::exception& error) {
-    communicator_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
+    communicator_->liveness().poison(
+        Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
   }
   communicator_->cancel();
   communicator_->end_and_isolate();
@@ -524,7 +525,7 @@ void Engine::poison_once_with_current_exception() {
 
 Error Engine::first_cause() const {
   try {
-    communicator_->throw_if_poisoned();
+    communicator_->liveness().throw_if_poisoned();
   } catch (const Error& cause) {
     return cause;
   }
@@ -539,7 +540,7 @@ void Engine::tell_awaited_message() {
     peer = operation.task.peer;
     break;
   }
-  communicator_->now_awaits_message(peer);
+  communicator_->liveness().now_awaits_message(peer);
 }
 
 // Posts what can be posted without waiting for a connection; true if anything was. A peer that is connected during the
@@ -605,7 +606,7 @@ bool Engine::complete_in_flight() {
       ++it;
     }
     if (in_flight_.empty()) {  // said while the token is held: next it may wait for a collective
-      communicator_->now_awaits_message(-1);
+      communicator_->liveness().now_awaits_message(-1);
       communicator_->no_message_is_under_way();
     }
     return advanced;
@@ -633,11 +634,11 @@ void Engine::fail_in_flight(const Error& cause) {
 void Engine::abort_pending() {
   const size_t pending = counts_->outstanding.load(std::memory_order_relaxed);
   if (pending == 0) return;
-  communicator_->poison(Error(ErrorKind::kAborted,
-                              "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" +
-                                  communicator_->name() + "' with " + std::to_string(pending) +
-                                  (pending == 1 ? " operation" : " operations") + " pending; wait for them first",
-                              communicator_->rank()));
+  communicator_->liveness().poison(Error(
+      ErrorKind::kAborted,
+      "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" + communicator_->name() + "' with " +
+          std::to_string(pending) + (pending == 1 ? " operation" : " operations") + " pending; wait for them first",
+      communicator_->rank()));
 }
 
 void Engine::close() {
@@ -657,7 +658,7 @@ void Engine::close() {
   try {
     abort_pending();
   } catch (const std::bad_alloc&) {
-    communicator_->poison(no_memory_);
+    communicator_->liveness().poison(no_memory_);
   }
   wake_worker();
   worker_.join();

@@ -272,7 +272,7 @@ TEST_P(Stress, RandomCollectives) {
       } catch (const std::exception& failure) {  // the others stop waiting
         const Error cause(ErrorKind::kAborted, failure.what());
         for (auto* engines : {&collectives, &messages}) {
-          for (auto& engine : *engines) engine->communicator().poison(cause);
+          for (auto& engine : *engines) engine->communicator().liveness().poison(cause);
         }
         throw;
       }

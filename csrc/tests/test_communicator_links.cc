@@ -455,17 +455,17 @@ TEST(Progress, LooksAtNoPeerThatNothingWasPostedTo) {
 TEST(Process, ALinkThatCannotBeMadeIsAnErrorAndNoLink) {
   const auto process = std::make_shared<Process>();
   Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
-  first.join_process(process, {0, 1}, "first");
+  first.liveness().join_process(process, {0, 1}, "first");
   const auto error = error_of([&] { process->attach(1, memfd_create("no-connection", MFD_CLOEXEC)); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTransport);
   EXPECT_CONTAINS(std::string(error->what()), "epoll refuses a connection");
   EXPECT_FALSE(process->is_linked(1));
-  EXPECT_TRUE(first.is_poisoned()) << "it would wait for its peer";
-  second.join_process(process, {0, 1}, "second");
+  EXPECT_TRUE(first.liveness().is_poisoned()) << "it would wait for its peer";
+  second.liveness().join_process(process, {0, 1}, "second");
   const auto pair = unix_pair();
   process->attach(1, pair[0]);
-  EXPECT_TRUE(process->is_linked(1) && second.control(1) && !second.is_poisoned());
+  EXPECT_TRUE(process->is_linked(1) && second.liveness().control(1) && !second.liveness().is_poisoned());
   for (auto* communicator : {&first, &second}) communicator->close();
   process->close();
   ::close(pair[1]);
@@ -515,10 +515,10 @@ TEST(Process, WhoAsksAboutAFailedGroupIsToldWhy) {
   const auto process = std::make_shared<Process>();
   const auto pair = unix_pair();
   Communicator communicator(0, 3, "test", 20us);
-  communicator.join_process(process, {0, 1, 2}, "test");
+  communicator.liveness().join_process(process, {0, 1, 2}, "test");
   process->attach(1, pair[0]);
   const Error cause(ErrorKind::kTransport, "rank 2 died", 2);
-  communicator.poison(cause, false);
+  communicator.liveness().poison(cause, false);
   const Bytes question = frame(FrameType::kStatusRequest, Bytes(sizeof(StatusRequest)));
   const auto ask = [&] { check(send(pair[1], question.data(), question.size(), MSG_NOSIGNAL) > 0, "send"); };
   ask();
@@ -541,10 +541,10 @@ TEST(Process, TellsWhetherARankOfOneOfItsGroupsIsThere) {
   const auto pair = unix_pair();
   std::atomic<int> dialed{-1};
   Communicator communicator(0, 2, "here", 20us);
-  communicator.join_process(process, {4, 9}, "here");
+  communicator.liveness().join_process(process, {4, 9}, "here");
   communicator.set_connector([&](int peer) {
     dialed = peer;
-    communicator.note_unreachable(peer, "no way to it", false);
+    communicator.liveness().note_unreachable(peer, "no way to it", false);
   });
   process->attach(1, pair[0]);
   const auto hearing_of = [&](int job_rank) {
@@ -565,7 +565,7 @@ TEST(Process, TellsWhetherARankOfOneOfItsGroupsIsThere) {
   };
   for (const int unknown : {-1, 0, 1, 4, 1 << 30}) EXPECT_EQ(hearing_of(unknown), Hearing::kCannotTell);
   EXPECT_EQ(hearing_of(9), Hearing::kNotYetKnown);
-  communicator.dial_probed();
+  communicator.liveness().dial_probed();
   EXPECT_EQ(dialed, 1);
   EXPECT_TRUE(eventually([&] { return hearing_of(9) == Hearing::kHearsNothing; }));
   communicator.close();
@@ -578,20 +578,20 @@ TEST(Process, WhoAnswersOneGroupNoMoreIsSilentToAll) {
   const auto pair = unix_pair();
   process->attach(1, pair[0]);
   Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
-  first.join_process(process, {0, 1}, "first");
-  second.join_process(process, {0, 1}, "second");
+  first.liveness().join_process(process, {0, 1}, "first");
+  second.liveness().join_process(process, {0, 1}, "second");
   Bytes answers;  // as the groups were made
   for (const char* const group : {"first", "second"}) {
     const Bytes answer = frame(FrameType::kStatus, bytes_of(PeerStatus{}), group);
     answers.insert(answers.end(), answer.begin(), answer.end());
   }
   check(send(pair[1], answers.data(), answers.size(), MSG_NOSIGNAL) > 0, "send");
-  ASSERT_TRUE(eventually([&] { return first.control(1)->process_link().unanswered_for() == 0ns; }));
-  first.control(1)->request_status({});
+  ASSERT_TRUE(eventually([&] { return first.liveness().control(1)->process_link().unanswered_for() == 0ns; }));
+  first.liveness().control(1)->request_status({});
   std::this_thread::sleep_for(320ms);
-  second.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
+  second.liveness().poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
   const auto begin = Clock::now();
-  EXPECT_EQ(error_of([&] { second.throw_if_poisoned(); })->rank(), 1);
+  EXPECT_EQ(error_of([&] { second.liveness().throw_if_poisoned(); })->rank(), 1);
   EXPECT_LT(Clock::now() - begin, 100ms) << "it waits for nothing from that rank";
   for (auto* communicator : {&first, &second}) communicator->close();
   process->close();
@@ -602,13 +602,13 @@ TEST(Process, NobodyIsAskedAboutARankWhoseHostAnswers) {
   const auto process = std::make_shared<Process>(200ms);
   const auto stopped = unix_pair(), there = unix_pair();
   Communicator communicator(0, 3, "test", 20us);
-  communicator.join_process(process, {0, 1, 2}, "test");
+  communicator.liveness().join_process(process, {0, 1, 2}, "test");
   process->attach(1, stopped[0]);
   process->attach(2, there[0]);
   const Bytes heartbeat = frame(FrameType::kHeartbeat, {}, "");
   check(send(stopped[1], heartbeat.data(), heartbeat.size(), MSG_NOSIGNAL) > 0, "send");  // its last word
-  ASSERT_TRUE(eventually([&] { return communicator.is_poisoned(); }));
-  const auto error = error_of([&] { communicator.throw_if_poisoned(); });
+  ASSERT_TRUE(eventually([&] { return communicator.liveness().is_poisoned(); }));
+  const auto error = error_of([&] { communicator.liveness().throw_if_poisoned(); });
   EXPECT_EQ(error->rank(), 1);
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 does not answer: its process is stopped");
   EXPECT_EQ(num_frames_at(there[1], FrameType::kAbort), 1u);
@@ -839,7 +839,7 @@ TEST(ForkGuard, ADeathIsSeenAlthoughAChildLives) {
     _exit(0);
   }
   communicators[1].reset();
-  EXPECT_TRUE(eventually([&] { return communicators[0]->is_poisoned(); }));
+  EXPECT_TRUE(eventually([&] { return communicators[0]->liveness().is_poisoned(); }));
   ::close(alive[0]);
   ::close(alive[1]);
   waitpid(child, nullptr, 0);

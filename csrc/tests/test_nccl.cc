@@ -684,7 +684,7 @@ TEST_F(OverNccl, WhatIsEnqueuedIsAbortedSoonAfterAnotherRankHasFailed) {
   const Works works = all_reduce_all(trainers, 30s);
   for (const auto& work : works) ASSERT_TRUE(work->wait_enqueued_for(10s));
   const auto begin = Clock::now();
-  engines[1]->communicator().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
+  engines[1]->communicator().liveness().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
   const Error mine = failure_of(works[0]);
   EXPECT_LT(Clock::now() - begin, 300ms + 1s);
   EXPECT_EQ(mine.kind(), ErrorKind::kRemote);
@@ -703,7 +703,7 @@ TEST_F(OverNccl, WhatAllHadEnqueuedEndsWellThoughTheGroupFails) {
   }
   const Works works = all_reduce_all(trainers);
   for (const auto& work : works) ASSERT_TRUE(work->wait_enqueued_for(10s));
-  engines[1]->communicator().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
+  engines[1]->communicator().liveness().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
   expect_success(works);
 }
 

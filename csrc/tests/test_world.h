@@ -150,7 +150,7 @@ class World {
     }
     if (!options_.spread_failure) return;
     for (auto& communicator : communicators_)
-      communicator->poison(Error(ErrorKind::kAborted, "rank " + std::to_string(r) + " failed"));
+      communicator->liveness().poison(Error(ErrorKind::kAborted, "rank " + std::to_string(r) + " failed"));
   }
 
   const WorldOptions options_;
