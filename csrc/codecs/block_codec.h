@@ -14,12 +14,18 @@ class BlockCodec final : public Codec {
  public:
   using WireBytes = size_t (*)(size_t numel, int option);
   // `name` is a literal, `option` what the kernels take for theirs.
-  BlockCodec(std::string_view name, int variant, const kernels::BlockKernels& kernels, int option, WireBytes wire_bytes)
-      : name_(name), variant_(variant), kernels_(kernels), option_(option), wire_bytes_(wire_bytes) {}
+  BlockCodec(std::string_view name, int variant, const kernels::BlockKernels& kernels, int option, WireBytes wire_bytes,
+             size_t block_numel = kernels::kBlockNumel)
+      : name_(name),
+        variant_(variant),
+        kernels_(kernels),
+        option_(option),
+        wire_bytes_(wire_bytes),
+        block_numel_(block_numel) {}
 
   std::string_view name() const override { return name_; }
   int variant() const override { return variant_; }
-  size_t block_numel() const override { return kernels::kBlockNumel; }
+  size_t block_numel() const override { return block_numel_; }
   size_t wire_bytes(size_t numel, DType) const override { return wire_bytes_(numel, option_); }
 
   size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng rng,
@@ -56,6 +62,7 @@ class BlockCodec final : public Codec {
   const kernels::BlockKernels& kernels_;
   const int option_;
   const WireBytes wire_bytes_;
+  const size_t block_numel_;
 };
 
 }  // namespace bagua

@@ -3,8 +3,9 @@
 // Block-wise: a message is ceil(numel / block_numel()) blocks, the scale and the codes of one block stand
 // together, and only the last block of a message may be short. Wire size is a pure function of
 // (numel, dtype), so receivers post exact sizes, and a message can be cut at multiples of block_numel().
-// Finite input decodes to finite output within the codec's bound. A NaN or Inf makes its whole block
-// decode to NaN (never to ordinary numbers) and is counted by `encode`. Source and destination must not
+// A NaN or Inf makes its whole block decode to NaN (never to ordinary numbers) and is counted by `encode`; finite input
+// decodes to finite output within the codec's bound. A codec whose blocks are single elements is a cast: what overflows
+// becomes Inf, which is counted too, and Inf stays Inf. Source and destination must not
 // overlap; the byte side has no alignment; numel 0 is legal. The same bytes come out on CPU and CUDA.
 #pragma once
 

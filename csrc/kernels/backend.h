@@ -31,14 +31,8 @@ size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t strid
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel,
-                     uint64_t* num_nonfinite);
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite);
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite);
 
-extern const BlockKernels kMinmaxUint8, kOnebit, kQsgd, kTopk;
+extern const BlockKernels kHalf, kMinmaxUint8, kOnebit, kQsgd, kTopk;
 
 }  // namespace cpu
 
@@ -58,14 +52,8 @@ void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride,
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
-                     Stream stream);
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream);
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream);
 
-extern const BlockKernels kMinmaxUint8, kOnebit, kQsgd, kTopk;
+extern const BlockKernels kHalf, kMinmaxUint8, kOnebit, kQsgd, kTopk;
 
 }  // namespace cuda
 

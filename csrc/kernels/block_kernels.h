@@ -20,7 +20,7 @@ inline constexpr size_t kBlockNumel = 2048;  // elements of a whole block
 // `option` is the codec's: the bits of qsgd, the k of topk, 0 where there is none. dtype is f32, f16 or bf16. The
 // encoders add to `num_nonfinite_blocks`, unless it is null, the number of blocks that held a NaN or an Inf; it lives
 // where the stream runs (device memory on CUDA). `rng` is read by codecs that round at random; rng.first is a multiple
-// of kBlockNumel.
+// of a block's elements.
 struct BlockKernels {
   void (*encode)(int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream);

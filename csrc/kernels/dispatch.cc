@@ -14,12 +14,12 @@
 #include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/fused.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
-#include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/topk.h"
 #include "csrc/kernels/weighted_sum.h"
@@ -200,44 +200,6 @@ void cast_add(DType from, const void* source, float* accumulator, size_t numel, 
       [=] { cuda::cast_add(from, source, accumulator, numel, stream); });
 }
 
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
-                     Stream stream) {
-  check_codec_dtype("saturating_cast", from);
-  check_one_of(is_half(to), "saturating_cast", "to", to, "float16, bfloat16");
-  run(
-      "saturating_cast", stream,
-      [=](auto at) { cpu::saturating_cast(from, at(source), to, at(destination), numel, at(num_nonfinite)); },
-      [=] { cuda::saturating_cast(from, source, to, destination, numel, num_nonfinite, stream); });
-}
-
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
-  check_codec_dtype("saturating_cast_with_residual", from);
-  check_one_of(is_half(to), "saturating_cast_with_residual", "to", to, "float16, bfloat16");
-  check_residual_is_on("saturating_cast_with_residual", residual, numel);
-  run(
-      "saturating_cast_with_residual", stream,
-      [=](auto at) {
-        cpu::saturating_cast_with_residual(from, at(source), viewed(residual, at), to, numel, at(bytes),
-                                           at(num_nonfinite));
-      },
-      [=] { cuda::saturating_cast_with_residual(from, source, residual, to, numel, bytes, num_nonfinite, stream); });
-}
-
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
-  check_one_of(is_half(to), "reduce_saturating_cast", "to", to, "float16, bfloat16");
-  check_contributions("reduce_saturating_cast", contributions);
-  check_residual("reduce_saturating_cast", residual);
-  run(
-      "reduce_saturating_cast", stream,
-      [=](auto at) {
-        cpu::reduce_saturating_cast(viewed(contributions, at), factor, viewed(residual, at), to, numel, at(bytes),
-                                    at(num_nonfinite));
-      },
-      [=] { cuda::reduce_saturating_cast(contributions, factor, residual, to, numel, bytes, num_nonfinite, stream); });
-}
-
 namespace {
 
 // A codec of kernels, and what it takes for its option.
@@ -245,24 +207,30 @@ struct BlockCodec {
   const char* name;
   const BlockKernels& on_cpu;
   const BlockKernels& on_cuda;
+  size_t block_numel;
   void (*check_option)(int option);
 };
 
-constexpr BlockCodec kMinmaxUint8Codec = {"minmax_uint8", cpu::kMinmaxUint8, cuda::kMinmaxUint8, [](int) {}};
-constexpr BlockCodec kOnebitCodec = {"onebit", cpu::kOnebit, cuda::kOnebit, [](int) {}};
-constexpr BlockCodec kQsgdCodec = {"qsgd", cpu::kQsgd, cuda::kQsgd, [](int bits) {
+constexpr BlockCodec kHalfCodec = {"half", cpu::kHalf, cuda::kHalf, 1, [](int dtype) {
+                                     check_one_of(is_half(static_cast<DType>(dtype)), "half", "the wire's dtype",
+                                                  static_cast<DType>(dtype), "float16, bfloat16");
+                                   }};
+constexpr BlockCodec kMinmaxUint8Codec = {"minmax_uint8", cpu::kMinmaxUint8, cuda::kMinmaxUint8, kBlockNumel,
+                                          [](int) {}};
+constexpr BlockCodec kOnebitCodec = {"onebit", cpu::kOnebit, cuda::kOnebit, kBlockNumel, [](int) {}};
+constexpr BlockCodec kQsgdCodec = {"qsgd", cpu::kQsgd, cuda::kQsgd, kBlockNumel, [](int bits) {
                                      if (bits == 8 || bits == 4 || bits == 2) return;
                                      reject("qsgd: bits is " + std::to_string(bits) + ", expected 8, 4 or 2");
                                    }};
-constexpr BlockCodec kTopkCodec = {"topk", cpu::kTopk, cuda::kTopk, [](int k) {
+constexpr BlockCodec kTopkCodec = {"topk", cpu::kTopk, cuda::kTopk, kBlockNumel, [](int k) {
                                      if (k >= 8 && k <= static_cast<int>(kTopkMaxK) && (k & (k - 1)) == 0) return;
                                      reject("topk: k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
                                    }};
 
-void check_first(const char* codec, CounterRng rng) {
-  if (rng.first % kBlockNumel == 0) return;
-  reject(std::string(codec) + ": the message begins at element " + std::to_string(rng.first) +
-         ", expected a multiple of " + std::to_string(kBlockNumel));
+void check_first(const BlockCodec& codec, CounterRng rng) {
+  if (rng.first % codec.block_numel == 0) return;
+  reject(std::string(codec.name) + ": the message begins at element " + std::to_string(rng.first) +
+         ", expected a multiple of " + std::to_string(codec.block_numel));
 }
 
 template <const BlockCodec& kCodec>
@@ -271,7 +239,7 @@ constexpr BlockKernels kDispatched = {
        uint64_t* num_nonfinite, Stream stream) {
       check_codec_dtype(kCodec.name, dtype);
       kCodec.check_option(option);
-      check_first(kCodec.name, rng);
+      check_first(kCodec, rng);
       run(
           {kCodec.name, "_encode"}, stream,
           [=](auto at) {
@@ -298,7 +266,7 @@ constexpr BlockKernels kDispatched = {
        CounterRng rng, uint64_t* num_nonfinite, Stream stream) {
       check_codec_dtype(kCodec.name, dtype);
       kCodec.check_option(option);
-      check_first(kCodec.name, rng);
+      check_first(kCodec, rng);
       check_residual_is_on(kCodec.name, residual, numel);
       run(
           {kCodec.name, "_encode_with_residual"}, stream,
@@ -314,7 +282,7 @@ constexpr BlockKernels kDispatched = {
     [](int option, const Contributions& contributions, double factor, const Residual& residual, size_t numel,
        uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite, Stream stream) {
       kCodec.check_option(option);
-      check_first(kCodec.name, rng);
+      check_first(kCodec, rng);
       check_contributions(kCodec.name, contributions);
       check_residual(kCodec.name, residual);
       run(
@@ -332,6 +300,7 @@ constexpr BlockKernels kDispatched = {
 
 }  // namespace
 
+const BlockKernels kHalf = kDispatched<kHalfCodec>;
 const BlockKernels kMinmaxUint8 = kDispatched<kMinmaxUint8Codec>;
 const BlockKernels kOnebit = kDispatched<kOnebitCodec>;
 const BlockKernels kQsgd = kDispatched<kQsgdCodec>;

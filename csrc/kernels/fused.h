@@ -8,7 +8,8 @@
 //                                  with the residual if it is on
 //
 // The sums begin at +0, so they are never -0. A block that holds a NaN or an Inf is marked as the codec marks it, and
-// its residual becomes NaN. The residuals are aligned to f32 or, in bf16, not at all; they overlap nothing else.
+// its residual becomes NaN (of fp16 and bf16: NaN or Inf). The residuals are aligned to f32 or, in bf16, not at all;
+// they overlap nothing else.
 #pragma once
 
 #include <cstddef>

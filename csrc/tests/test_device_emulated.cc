@@ -18,12 +18,12 @@
 #include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
-#include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/topk.h"
 #include "csrc/kernels/weighted_sum.h"
@@ -743,45 +743,18 @@ std::vector<Case> all_cases() {
       }
     }
   };
+  for (const DType wire : {DType::kF16, DType::kBF16}) {
+    add_codec("half", kHalf, static_cast<int>(wire), half_wire_bytes(kNumel, 0));
+  }
   add_codec("minmax_uint8", kMinmaxUint8, 0, minmax_uint8_wire_bytes(kNumel));
   add_codec("onebit", kOnebit, 0, onebit_wire_bytes(kNumel));
   for (const int bits : {8, 4, 2}) add_codec("qsgd", kQsgd, bits, qsgd_wire_bytes(kNumel, bits));
   for (const int k : {8, 256}) add_codec("topk", kTopk, k, topk_wire_bytes(kNumel, k));
-  for (const DType to : {DType::kF16, DType::kBF16}) {
-    Bytes wires;  // of three ranks
-    for (uint64_t seed : {1, 2, 3}) {
-      const Bytes of_rank = values(to, seed);
-      wires.insert(wires.end(), of_rank.begin(), of_rank.end());
-    }
-    cases.push_back({name("saturating_cast_with_residual", to),
-                     "saturating_cast_with_residual",
-                     {values(DType::kF32, 1), values(DType::kF32, 5), zeros(kNumel * 2), zeros(8)},
-                     [=](const Addresses& at, Stream stream) {
-                       saturating_cast_with_residual(DType::kF32, at[0], Residual{at[1], at[1], DType::kF32}, to,
-                                                     kNumel, u8(at[2]), u64(at[3]), stream);
-                     }});
-    cases.push_back({name("reduce_saturating_cast", to),
-                     "reduce_saturating_cast",
-                     {wires, values(DType::kBF16, 5), zeros(kNumel * 2), zeros(8)},
-                     [=](const Addresses& at, Stream stream) {
-                       reduce_saturating_cast(Contributions{u8(at[0]), kNumel * 2, 3}, 1.0 / 3,
-                                              Residual{at[1], at[1], DType::kBF16}, to, kNumel, u8(at[2]), u64(at[3]),
-                                              stream);
-                     }});
-  }
   for (const DType from : kCodec) {
     cases.push_back({name("cast_add", from),
                      "cast_add",
                      {values(from, 1), values(DType::kF32, 2)},
                      [=](const Addresses& at, Stream stream) { cast_add(from, at[0], f32(at[1]), kNumel, stream); }});
-    for (const DType to : {DType::kF16, DType::kBF16}) {
-      cases.push_back({name(name("saturating_cast", from), to),
-                       "saturating_cast",
-                       {values(from, 1, true), zeros(kNumel * 2), zeros(8)},
-                       [=](const Addresses& at, Stream stream) {
-                         saturating_cast(from, at[0], to, at[1], kNumel, u64(at[2]), stream);
-                       }});
-    }
   }
   return cases;
 }

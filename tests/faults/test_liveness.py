@@ -104,7 +104,7 @@ def test_a_busy_interpreter_is_no_death(world):
 
 
 def run_on_hosts(size, path, program, **options):
-    """What program(rank, size, names of the hosts, path) returns on a host for each rank, by rank."""
+    """Returns what program(rank, size, names of the hosts, path) returns on a host for each rank, by rank."""
     with hosts.hosts(size, None) as prefixes, Pool(size, nodes=size) as pool:
         names = [prefix[-1] for prefix in prefixes]
         env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}

@@ -52,7 +52,7 @@ class Rank:
         self._closing.callback(self.group.close)
 
     def barrier(self):
-        """What it raises, and after how many seconds; None where it succeeds. Who fails leaves."""
+        """Returns what it raises, and after how many seconds; None where it succeeds. A rank that fails leaves."""
         begin = time.monotonic()
         try:
             self.group.barrier().wait()
@@ -81,7 +81,7 @@ def two_ranks(env, with_groups=True):
 
 
 def barrier(ranks):
-    """What it raises on each of them."""
+    """Returns what it raises on each of them."""
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         return list(threads.map(Rank.barrier, ranks))
 
@@ -257,7 +257,7 @@ def test_however_few_descriptors_are_left(env):
 @pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize("peer_of_failing", [0, 1], ids=["dialer", "acceptor"])
 def test_a_channel_that_one_end_cannot_have_fails_both(env, peer_of_failing, monkeypatch):
-    """By then the other end believes that it is there."""
+    """The other end believes by then that it is there."""
     name = "attach_shm" if env is SHM else "attach_tcp"
     attach = getattr(_C.Group, name)
 
@@ -459,7 +459,7 @@ def test_a_host_that_took_a_connection_is_called_again_where_it_is_asked_about(i
 
 
 def test_a_group_that_asks_again_calls_the_host_again(monkeypatch):
-    """Which Communicator does where others ask about a peer that it has no link to."""
+    """Dials, as Liveness does where others ask about a peer that it has no link to."""
     asked = threading.Event()
 
     class Probe(connector.HostProbe):
@@ -479,7 +479,7 @@ def test_a_group_that_asks_again_calls_the_host_again(monkeypatch):
 
 
 def test_no_receiver_that_is_slow_ends_a_connection(monkeypatch):
-    """As the watch of the handshake would."""
+    """Does what the watch of the handshake would."""
     watched = []
 
     def attach(self, *args):

@@ -40,8 +40,8 @@ HOT = {
     r"^decode_add_kernel<": LOAD | STORE,
     r"^encode_with_residual_kernel<\w+(<[\d, ]+>)?, f32, ": LOAD | STORE,
     r"^reduce_encode(_scattered)?_kernel<(\w+(<[\d, ]+>)?, )?true, ": LOAD | STORE,
-    r"^elementwise_kernel<(SaturatingCast|WithResidual)<f32": LOAD | STORE,
-    r"^elementwise_kernel<(ReduceSaturating|Reduce)<": LOAD | STORE,
+    r"^elementwise_kernel<(HalfEncode|HalfEncodeWithResidual)<f32": LOAD | STORE,
+    r"^elementwise_kernel<(HalfReduceEncode|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
     r"^copy_segments_kernel": LOAD | STORE,
 }

@@ -7,9 +7,9 @@
 //   size_t wire_bytes() const                  of a whole block
 //   size_t encoded_numel(size_t numel) const   how many elements encode() reads of a block of `numel`, no fewer
 //   size_t decoded_numel(size_t numel) const   how many decode() and decode_add() write of it, no fewer
-//   bool encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const
-//                                              returns whether the block is finite; `begin` is the message's element
-//                                              at which it begins
+//   size_t encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const
+//                                              returns how many blocks are not finite, 0 or 1; `begin` is the
+//                                              message's element at which the block begins
 //   void decode(const uint8_t* bytes, size_t numel, float* destination) const
 //   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const
 #pragma once
@@ -69,7 +69,7 @@ void encode_blocks(const Blocks& blocks, DType dtype, const void* source, size_t
       std::fill(block + count, block + num_read, Blocks::kPadding);
       values = block;
     }
-    num_nonfinite += !blocks.encode(values, begin, count, bytes + offset_bytes);
+    num_nonfinite += blocks.encode(values, begin, count, bytes + offset_bytes);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
@@ -118,20 +118,20 @@ inline void add_residual(const Residual& residual, size_t numel, float* values) 
 }
 
 // What the fused kernels (fused.h) do with one block: `totals` has kNumel elements, of which the first `numel` count
-// and do not hold the residual yet. Returns whether the block is finite.
+// and do not hold the residual yet. Returns what encode() does.
 template <typename Blocks>
-bool encode_totals(const Blocks& blocks, const Residual& residual, size_t begin, size_t numel, float* totals,
-                   uint8_t* bytes) {
+size_t encode_totals(const Blocks& blocks, const Residual& residual, size_t begin, size_t numel, float* totals,
+                     uint8_t* bytes) {
   const Residual part = residual.is_on() ? residual_from(residual, begin) : Residual{};
   add_residual(part, numel, totals);
   std::fill(totals + numel, totals + blocks.encoded_numel(numel), Blocks::kPadding);
-  const bool finite = blocks.encode(totals, begin, numel, bytes);
-  if (!residual.is_on()) return finite;
+  const size_t num_nonfinite = blocks.encode(totals, begin, numel, bytes);
+  if (!residual.is_on()) return num_nonfinite;
   alignas(64) float decoded[Blocks::kNumel] = {};  // not for us: GCC does not see that decode() writes all of `numel`
   blocks.decode(bytes, numel, decoded);
   subtract(totals, decoded, numel);
   cast(DType::kF32, totals, part.dtype, part.out, numel);
-  return finite;
+  return num_nonfinite;
 }
 
 template <typename Blocks>
@@ -141,7 +141,7 @@ void encode_with_residual_blocks(const Blocks& blocks, DType dtype, const void* 
   alignas(64) float totals[Blocks::kNumel];
   for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
     cast(dtype, static_cast<const uint8_t*>(source) + begin * item_bytes(dtype), DType::kF32, totals, count);
-    num_nonfinite += !encode_totals(blocks, residual, begin, count, totals, bytes + offset_bytes);
+    num_nonfinite += encode_totals(blocks, residual, begin, count, totals, bytes + offset_bytes);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
@@ -158,7 +158,7 @@ void reduce_encode_blocks(const Blocks& blocks, const Contributions& contributio
                         sums);
     }
     if (factor != 1.0) scale(DType::kF32, sums, factor, count);
-    num_nonfinite += !encode_totals(blocks, residual, begin, count, sums, bytes + offset_bytes);
+    num_nonfinite += encode_totals(blocks, residual, begin, count, sums, bytes + offset_bytes);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }

@@ -80,8 +80,8 @@ struct Blocks {
   size_t wire_bytes() const { return kHeaderBytes + kBlockNumel / 8; }
   size_t encoded_numel(size_t) const { return kBlockNumel; }
   size_t decoded_numel(size_t numel) const { return padded_numel(numel); }
-  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
-    return encode_block(source, numel, bytes);
+  size_t encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return !encode_block(source, numel, bytes);
   }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const { assign(bytes, numel, destination); }
   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const { add(bytes, numel, destination); }

@@ -189,9 +189,9 @@ struct Blocks {
   size_t wire_bytes() const { return qsgd_block_bytes(kBlockNumel, bits); }
   size_t encoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
   size_t decoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
-  bool encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const {
+  size_t encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const {
     const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kBlockNumel));
-    return (bits == 8 ? encode_8 : bits == 4 ? encode_4 : encode_2)(source, encoded_numel(numel), bytes, block_rng);
+    return !(bits == 8 ? encode_8 : bits == 4 ? encode_4 : encode_2)(source, encoded_numel(numel), bytes, block_rng);
   }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const {
     (bits == 8 ? assign_8 : bits == 4 ? assign_4 : assign_2)(bytes, decoded_numel(numel), destination);

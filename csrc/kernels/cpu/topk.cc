@@ -208,8 +208,8 @@ struct Blocks {
   size_t num_kept(size_t numel) const { return std::min(k, numel); }
   size_t wire_bytes() const { return k * kTopkElementBytes; }
   size_t encoded_numel(size_t) const { return kBlockNumel; }
-  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
-    return encode_block(source, num_kept(numel), bytes);
+  size_t encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return !encode_block(source, num_kept(numel), bytes);
   }
   size_t decoded_numel(size_t numel) const { return numel; }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const {
