@@ -1,6 +1,6 @@
 // The emulated device keeps what runtime.h promises and shows what it is for: the host cannot touch its memory, streams
 // run late, a missing event or a use after free is seen, and every public kernel has the CPU's bits on it.
-#include "csrc/device/emulated/emulated_runtime.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 #include <atomic>
 #include <cerrno>

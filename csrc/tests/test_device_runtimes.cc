@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "csrc/common/error.h"
-#include "csrc/device/emulated/emulated_runtime.h"
 #include "csrc/device/memory.h"
 #include "csrc/kernels/reduce.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 namespace bagua {
 namespace {

@@ -1,8 +1,8 @@
 // Ranks whose tensors lie on the emulated device, over any transport, each with an engine of its own.
 #pragma once
 
-#include "csrc/device/emulated/emulated_runtime.h"
 #include "csrc/engine/engine.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 #include "csrc/tests/test_transport_pairs.h"
 #include "csrc/transport/pinned/pinned_channel.h"
 

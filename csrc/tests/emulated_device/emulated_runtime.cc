@@ -1,5 +1,5 @@
 // The emulated device's checks, and what it enqueues; see emulated_runtime.h.
-#include "csrc/device/emulated/emulated_runtime.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "csrc/device/emulated/failures.h"
+#include "csrc/tests/emulated_device/failures.h"
 
 namespace bagua::device {
 namespace {

@@ -22,9 +22,9 @@
 
 #include <sys/types.h>
 
-#include "csrc/device/emulated/arena.h"
-#include "csrc/device/emulated/stream_queue.h"
 #include "csrc/device/runtime.h"
+#include "csrc/tests/emulated_device/arena.h"
+#include "csrc/tests/emulated_device/stream_queue.h"
 
 namespace bagua::device {
 
