@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <new>
 #include <thread>
 
 #include "csrc/bindings/convert.h"
@@ -109,7 +108,6 @@ Communicator::Connector wrap_connector(py::function function) {
     try {
       (*held)(peer);
     } catch (py::error_already_set& raised) {
-      if (raised.matches(PyExc_MemoryError)) throw std::bad_alloc();
       if (inline_call != nullptr && !is_bagua_error(raised.value())) inline_call->interrupt(std::move(raised));
       throw from_python(raised.value());
     }

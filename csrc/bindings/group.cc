@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <optional>
 #include <utility>
 
@@ -16,7 +15,6 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
-#include "csrc/common/exhausted.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/nccl/nccl_library.h"
@@ -46,10 +44,7 @@ collectives::Thresholds thresholds_from(const std::map<std::string, size_t>& cha
 
 // What has kept a group from being made: peers that come to it hear the cause.
 Error refused(Error cause, const std::string& key, const std::shared_ptr<Process>& process) {
-  try {
-    if (process) process->refuse(key, abort_bytes(cause, {}));
-  } catch (const std::bad_alloc&) {  // they hear that this rank has not made it
-  }
+  if (process) process->refuse(key, abort_bytes(cause, {}));
   return cause;
 }
 
@@ -68,8 +63,6 @@ Group::Group(const std::string& name, const std::string& key, int rank, std::vec
   communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
   communicator->liveness().join_process(process, std::move(job_ranks), key);
   engine_ = std::make_unique<Engine>(std::move(communicator), thresholds_from(thresholds));
-} catch (const std::bad_alloc&) {
-  throw refused(out_of_memory(rank), key, process);
 } catch (const Error& error) {
   if (error.kind() != ErrorKind::kTransport) throw;
   throw refused(of_rank(error, rank), key, process);
@@ -126,14 +119,8 @@ Engine::Place place_of(const Group::Submission& submission) {
 
 // Submits with `submit`, which lets go of the GIL. Nothing of Python's runs between that and the keeping.
 template <typename Submit>
-std::shared_ptr<Work> submit_and_keep(Communicator& communicator, const Group::Submission& submission, Submit submit) {
-  std::shared_ptr<Work> work;
-  try {
-    work = submit();
-  } catch (const std::bad_alloc&) {  // the peers wait for this operation, and later ones would be taken for it
-    communicator.liveness().poison(out_of_memory(communicator.rank()));
-    throw out_of_memory(communicator.rank());
-  }
+std::shared_ptr<Work> submit_and_keep(const Group::Submission& submission, Submit submit) {
+  std::shared_ptr<Work> work = submit();
   if (!work->is_completed()) work->keep(kept(std::get<3>(submission)), chosen(std::get<2>(submission)));
   free_dropped();
   return work;
@@ -147,14 +134,14 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, con
   const auto timeout = seconds(std::get<0>(submission));
   Engine::Place place = place_of(submission);
   if (!std::get<1>(submission) || !place.device.is_cpu()) {
-    return submit_and_keep(communicator(), submission, [&] {
+    return submit_and_keep(submission, [&] {
       py::gil_scoped_release release;
       return engine_->submit(operation, bytes, timeout, std::move(run), std::move(place));
     });
   }
   refuse_inside_handler();
   InlineCall call{communicator().rank(), std::nullopt};
-  auto work = submit_and_keep(communicator(), submission, [&] {
+  auto work = submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     const InlineCall::Scope scope(&call);
     return engine_->run_inline(operation, bytes, timeout, std::move(run), check_signals);
@@ -167,7 +154,7 @@ std::shared_ptr<Work> Group::send(int peer, const void* data, uint64_t bytes, co
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  return submit_and_keep(communicator(), submission, [&] {
+  return submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     return engine_->submit_send(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
   });
@@ -177,7 +164,7 @@ std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Op
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  return submit_and_keep(communicator(), submission, [&] {
+  return submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
   });

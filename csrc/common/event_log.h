@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <new>
 #include <utility>
 #include <vector>
 
@@ -95,12 +94,12 @@ class EventLog {
     const size_t capacity;
     std::vector<Event> events;
     size_t oldest = 0;
-    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared, or had no memory
+    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared
 
     void add(const Event& event) {
-      if (!has_memory()) {
-        lost_until_ns = std::max(lost_until_ns, event.end_ns);
-        return;
+      if (events.capacity() < capacity) {  // all of it with the first span: what grows for hours looks like a leak
+        events.resize(capacity);
+        events.clear();
       }
       if (events.size() < capacity) {
         events.push_back(event);
@@ -109,17 +108,6 @@ class EventLog {
       lost_until_ns = std::max(lost_until_ns, events[oldest].end_ns);
       events[oldest] = event;
       oldest = (oldest + 1) % capacity;
-    }
-    // All of it with the first span: what grows for hours looks like a leak.
-    bool has_memory() {
-      if (events.capacity() >= capacity) return true;
-      try {
-        events.resize(capacity);
-      } catch (const std::bad_alloc&) {
-        return false;
-      }
-      events.clear();
-      return true;
     }
     std::vector<Event> in_order(int64_t after_ns) const {
       std::vector<Event> ordered;

@@ -5,12 +5,10 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include <sched.h>
 
-#include "csrc/common/exhausted.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/communicator/control_link.h"
 

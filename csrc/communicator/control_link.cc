@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <utility>
 
-#include "csrc/common/exhausted.h"
 #include "csrc/common/shared_segments.h"
 
 namespace bagua {
@@ -109,10 +107,7 @@ void ControlLink::start(Events events) {
       std::lock_guard lock(segment_mutex_);
       if (handed_out_.erase(id) == 0) return;
     }
-    try {
-      send_frame(FrameType::kReleased, &id, sizeof id);
-    } catch (const std::bad_alloc&) {  // the peer keeps its mapping as long as the link; who frees memory cannot fail
-    }
+    send_frame(FrameType::kReleased, &id, sizeof id);
   });
   is_routed_ = true;
   link_->add_route(group_, this);
@@ -160,8 +155,6 @@ void ControlLink::on_lost_descriptor() {
       Error(ErrorKind::kTransport, "this rank has no file descriptor left for the shared memory of rank " +
                                        std::to_string(peer_) + "; raise `ulimit -n`"));
 }
-
-void ControlLink::on_no_memory() { events_.on_failure(out_of_memory()); }
 
 void ControlLink::on_frame(FrameType type, const uint8_t* payload, size_t bytes, Descriptor passed) {
   uint64_t id = 0;

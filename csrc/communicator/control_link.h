@@ -63,7 +63,6 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   void on_end(const std::string& how, bool said_goodbye) override;
   void on_silence(const ProcessLink::Silence& silence) override;
   void on_lost_descriptor() override;
-  void on_no_memory() override;
 
  private:
   struct Mapping {

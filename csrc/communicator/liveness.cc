@@ -67,15 +67,9 @@ void Liveness::join_process(std::shared_ptr<Process> process, std::vector<int> j
   if (process_) process_->add(this);
 }
 
-// Where there is no memory to tell why, who asks hears that it has left.
 void Liveness::leave_process() {
   if (!process_) return;
-  std::optional<std::vector<uint8_t>> abort;
-  try {
-    abort = report();
-  } catch (const std::bad_alloc&) {
-  }
-  process_->remove(this, std::move(abort));
+  process_->remove(this, report());
 }
 
 // ---- links
@@ -180,20 +174,14 @@ bool Liveness::poison(const Error& cause, bool tell_peers) {
     if (cause_) return false;
     cause_ = cause;
     poisoned_at_ = Deadline::Clock::now();
-    try {
-      note_cause_locked();
-      agree_if_due_locked();
-    } catch (const std::bad_alloc&) {  // then it takes longer to agree
-    }
+    note_cause_locked();
+    agree_if_due_locked();
   }
   poisoned_.store(true, std::memory_order_release);
-  try {
-    if (tell_peers) tell_all(cause);
-    if (process_) {
-      process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
-                                   cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
-    }
-  } catch (const std::bad_alloc&) {  // it has failed all the same; peers that it did not tell hear it when they ask
+  if (tell_peers) tell_all(cause);
+  if (process_) {
+    process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
+                                 cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
   }
   doorbell_.ring();
   return true;

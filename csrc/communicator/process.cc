@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <utility>
 
-#include "csrc/common/exhausted.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/communicator/liveness.h"
 
@@ -60,10 +58,8 @@ void Process::attach(int job_rank, int fd) {
   std::erase_if(groups, [&](Liveness* group) { return !group->link_made(job_rank, link); });
   try {
     link->start();
-  } catch (const std::exception& error) {
+  } catch (const Error& cause) {
     link->stop();
-    const auto* known = dynamic_cast<const Error*>(&error);
-    const Error cause = known ? *known : out_of_memory();
     for (Liveness* group : groups) {  // they take no other link
       group->poison(of_rank(cause, group->ranks().rank));
     }
@@ -115,10 +111,7 @@ void Process::remove(Liveness* group, std::optional<std::vector<uint8_t>> abort)
   std::lock_guard registry(registry_mutex_);
   std::lock_guard lock(mutex_);
   if (std::erase(groups_, group) == 0) return;
-  try {
-    closed_.add(group->key(), std::move(abort));
-  } catch (const std::bad_alloc&) {  // called by destructors; who asks hears that this rank has left, and not why
-  }
+  closed_.add(group->key(), std::move(abort));
 }
 
 void Process::refuse(const std::string& key, const std::vector<uint8_t>& abort) {

@@ -5,7 +5,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include <linux/sockios.h>
@@ -51,13 +50,6 @@ ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted, Hea
 ProcessLink::~ProcessLink() { stop(); }
 
 void ProcessLink::start() { reactor_id_ = reactor_->add(fd_.get(), this, pace_.tick); }
-
-void ProcessLink::say_goodbye() noexcept {
-  try {
-    send(FrameType::kGoodbye, {}, nullptr, 0);
-  } catch (const std::bad_alloc&) {
-  }
-}
 
 void ProcessLink::stop() {
   if (reactor_id_ != 0) reactor_->remove(std::exchange(reactor_id_, 0));
@@ -194,7 +186,6 @@ void ProcessLink::on_ready() {
 
 // A process that did not run for a while, and so sent nothing either, has not listened meanwhile.
 void ProcessLink::on_tick() {
-  if (is_exhausted_) on_exhausted();
   if (has_ended()) return;
   const auto now = Clock::now();
   const auto late = now - ticked_at_ - pace_.tick;
@@ -224,24 +215,6 @@ void ProcessLink::on_tick() {
   for (const auto& [group, route] : routes) {
     if (routes_.count(group) != 0) route->on_silence(silence);
   }
-}
-
-// A part of what came may be lost, so nothing that follows can be read. The groups fail, tell their peers why as far as
-// there is memory for it, and the link ends. Those that there is none for hear of it at a later tick.
-void ProcessLink::on_exhausted() noexcept {
-  is_exhausted_ = true;
-  try {
-    tell_no_memory();
-    is_exhausted_ = false;
-  } catch (const std::bad_alloc&) {
-  }
-  has_ended_.store(true, std::memory_order_release);
-  shutdown(fd_.get(), SHUT_RDWR);
-}
-
-void ProcessLink::tell_no_memory() {
-  std::lock_guard lock(routes_mutex_);
-  for (auto it = routes_.begin(); it != routes_.end();) (it++)->second->on_no_memory();  // one may remove itself
 }
 
 // False when there is nothing to read now, or ever again.

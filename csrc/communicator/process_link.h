@@ -67,8 +67,6 @@ class ProcessLink : public Reactor::Handler {
     virtual void on_silence(const Silence& silence) = 0;
     // No descriptor is left for one that was passed.
     virtual void on_lost_descriptor() = 0;
-    // This process has no memory left for what the link is to do, and it ends.
-    virtual void on_no_memory() = 0;
   };
   // A frame of a group that has no route here.
   using Unrouted = std::function<void(ProcessLink& link, FrameType type, const std::string& group,
@@ -89,9 +87,8 @@ class ProcessLink : public Reactor::Handler {
 
   // Begins to read; routes that were added before miss nothing.
   void start();
-  // Tells the peer that this process leaves the job, so that the end of the link is no death. Without memory for that
-  // it is one.
-  void say_goodbye() noexcept;
+  // Tells the peer that this process leaves the job, so that the end of the link is no death.
+  void say_goodbye() { send(FrameType::kGoodbye, {}, nullptr, 0); }
   // Ends this side; no route is called any more. Idempotent.
   void stop();
   bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
@@ -121,7 +118,6 @@ class ProcessLink : public Reactor::Handler {
 
   void on_ready() override;
   void on_tick() override;
-  void on_exhausted() noexcept override;
 
  private:
   bool flush_locked();
@@ -130,7 +126,6 @@ class ProcessLink : public Reactor::Handler {
   void take_frames();
   void handle(FrameType type, const uint8_t* body, size_t bytes);
   void handle_own(FrameType type, const uint8_t* payload, size_t bytes);
-  void tell_no_memory();
   void end(const std::string& how);
 
   const Descriptor fd_;
@@ -143,7 +138,6 @@ class ProcessLink : public Reactor::Handler {
   std::atomic<Clock::rep> heard_at_;             // of the reactor thread, read by any
   std::atomic<Clock::rep> unanswered_since_{0};  // 0: something has come since
   bool has_heard_ = false;                       // reactor thread; before, the peer may not have its end yet
-  bool is_exhausted_ = false;                    // reactor thread: the routes have yet to hear of it
   Clock::time_point reached_host_at_;            // reactor thread, as the next three
   Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;

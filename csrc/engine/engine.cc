@@ -6,7 +6,7 @@
 #include <new>
 #include <utility>
 
-#include "csrc/common/exhausted.h"
+#include "csrc/common/thread.h"
 
 namespace bagua {
 namespace {
@@ -23,15 +23,11 @@ constexpr nanoseconds kFailureGrace = milliseconds(300);
 // A device rings for nobody, so it is looked at; the longer it takes, the less often.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50), kLongestPollInterval = milliseconds(1);
 constexpr int kLooksPerDuration = 16;
-// How soon to try again where there is no memory to tell of a failure.
-constexpr nanoseconds kMemoryPause = milliseconds(10);
 
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
-    : communicator_(std::move(communicator)),
-      no_memory_(out_of_memory(communicator_->rank())),
-      thresholds_(thresholds) {
+    : communicator_(std::move(communicator)), thresholds_(thresholds) {
   communicator_->liveness().set_num_waiters({counts_, &counts_->waiters});
   communicator_->liveness().set_wake_worker([this] { wake_worker(); });
   try {
@@ -44,10 +40,7 @@ Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Th
 }
 
 Engine::~Engine() {
-  try {
-    close();
-  } catch (const std::bad_alloc&) {  // the worker has ended, and with the communicator its links do
-  }
+  close();
   device_sides_.clear();  // which give the devices time to come to an end
   release_late();
   // A device that hangs or has failed may still write there, so it keeps it.
@@ -169,26 +162,12 @@ void Engine::release_token() {
 }
 
 void Engine::loop() {
-  Task task;
-  for (;;) {
-    try {
-      if (!advance(task)) return;
-    } catch (const std::bad_alloc&) {
-      if (!task.work && in_flight_.empty()) {  // without the token, which another thread may hold
-        communicator_->liveness().poison(no_memory_);
-        continue;
-      }
-      const Error cause = poison_with_current_exception();
-      fail_in_flight(cause);
-      if (task.work && !task.work->is_completed()) fail(task, cause);
-      task = Task{};
-      release_token();
-    }
+  while (advance()) {
   }
 }
 
-// One round of the worker; false once it is to end. `task` is what it has taken and not ended.
-bool Engine::advance(Task& task) {
+// One round of the worker; false once it is to end.
+bool Engine::advance() {
   const auto advanced = [this] {
     const bool ended = complete_enqueued();
     if (in_flight_.empty() || !complete_in_flight()) return ended;
@@ -196,16 +175,16 @@ bool Engine::advance(Task& task) {
     return true;
   };
   dial_probed();
+  Task task;
   if (take(task)) {
     if (task.run) {
       execute(task);
     } else {
       const Deadline deadline = Deadline::after(task.timeout);
-      in_flight_.emplace_back(std::move(task), deadline);  // where that throws, the task is still here
+      in_flight_.emplace_back(std::move(task), deadline);
       ++num_unposted_;
       complete_in_flight();
     }
-    task = Task{};
     release_token();
     return true;
   }
@@ -221,14 +200,7 @@ bool Engine::advance(Task& task) {
     finished = stopping_ && queue_.empty() && !running_ && enqueued_.empty();
     has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
   }
-  bool again = finished || has_task;
-  try {
-    again = again || advanced();
-  } catch (...) {
-    bell.cancel();
-    throw;
-  }
-  if (again) {
+  if (finished || has_task || advanced()) {
     bell.cancel();
     return !finished;
   }
@@ -241,7 +213,6 @@ void Engine::dial_probed() {
   try {
     communicator_->liveness().dial_probed();
   } catch (const Error&) {
-  } catch (const std::bad_alloc&) {
   }
 }
 
@@ -299,11 +270,10 @@ void Engine::execute(Task& task) {
     const uint64_t network_sent = communicator_->network_bytes_sent() - network_sent_before;
     if (side != nullptr) {
       if (!context.counts_nonfinite) num_nonfinite.reset();
-      side->record(interval->end);                 // may throw, as the next,
-      auto done = device::recorded_event(stream);  // while the task is still here
+      side->record(interval->end);  // may throw, as the next
+      auto done = device::recorded_event(stream);
       note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
-                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)},
-                    task);
+                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)});
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -329,8 +299,6 @@ device::SharedEvent Engine::wait_for_leftovers(Device device) {
     return end;
   } catch (const Error&) {  // a device that is lost, or was never there
     return nullptr;
-  } catch (const std::bad_alloc&) {
-    return nullptr;
   }
 }
 
@@ -340,15 +308,9 @@ uint64_t Engine::device_workspace_bytes() const {
   return bytes;
 }
 
-// The task of `operation` was `task`, and is again where this throws.
-void Engine::note_enqueued(Enqueued&& operation, Task& task) {
+void Engine::note_enqueued(Enqueued&& operation) {
   operation.task.work->set_enqueued(operation.done);
-  try {
-    enqueued_.push_back(std::move(operation));
-  } catch (const std::bad_alloc&) {
-    task = std::move(operation.task);
-    throw;
-  }
+  enqueued_.push_back(std::move(operation));
 }
 
 // Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
@@ -493,34 +455,26 @@ void Engine::release_late() {
   });
 }
 
-// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause. Where
-// there is no memory for that it waits for some: nobody else would end the operation.
+// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause.
 Error Engine::poison_with_current_exception() {
-  for (;;) {
-    try {
-      poison_once_with_current_exception();
-      return first_cause();
-    } catch (const std::bad_alloc&) {
-      std::this_thread::sleep_for(kMemoryPause);
-    }
-  }
-}
-
-void Engine::poison_once_with_current_exception() {
+  Liveness& liveness = communicator_->liveness();
   try {
     throw;
   } catch (const Error& error) {
-    communicator_->liveness().poison(error);
-  } catch (const std::bad_alloc&) {
-    communicator_->liveness().poison(no_memory_);
+    liveness.poison(error);
+  } catch (const std::bad_alloc&) {  // of a size that the program has chosen
+    liveness.poison(Error(ErrorKind::kTransport,
+                          "this rank has no memory left for an operation; raise its memory limit (the container's, or "
+                          "`ulimit -v`), or use less: smaller tensors and buckets, fewer groups",
+                          communicator_->rank()));
   } catch (const std::exception& error) {
-    communicator_->liveness().poison(
-        Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
+    liveness.poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
   }
   communicator_->cancel();
   communicator_->end_and_isolate();
   // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
   if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
+  return first_cause();
 }
 
 Error Engine::first_cause() const {
@@ -589,8 +543,7 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}},
-                        it->task);
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}});
         }
         it = in_flight_.erase(it);
         advanced = true;
@@ -623,7 +576,6 @@ void Engine::fail_in_flight(const Error& cause) {
     try {
       if (operation.is_posted && !operation.stream.is_cpu()) done = device::recorded_event(operation.stream);
     } catch (const Error&) {  // a device that is lost
-    } catch (const std::bad_alloc&) {
     }
     fail(operation.task, cause, std::move(done));
   }
@@ -655,11 +607,7 @@ void Engine::close() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  try {
-    abort_pending();
-  } catch (const std::bad_alloc&) {
-    communicator_->liveness().poison(no_memory_);
-  }
+  abort_pending();
   wake_worker();
   worker_.join();
   communicator_->close();

@@ -12,7 +12,6 @@
 #include "csrc/common/reactor.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/tests/test_control_frames.h"
-#include "csrc/tests/test_no_memory.h"
 #include "csrc/tests/test_transport_pairs.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -279,36 +278,6 @@ TEST(ProcessLink, AnIdleLinkSendsHeartbeats) {
   for (size_t i = 0; i < 3 * heartbeat.size(); ++i) ASSERT_EQ(seen[i], heartbeat[i % heartbeat.size()]);
 }
 
-// ---- no memory
-
-TEST(ProcessLink, ALinkWithoutMemoryForAFrameFailsItsGroupsAndEnds) {
-  for (const int num_refused : {0, 1}) {  // the last one: there is none for the report either, until the next tick
-    BareLink bare(ProcessLink::Pace(250ms));
-    bare.on_unrouted = [num_refused] {
-      refuse_memory(num_refused);
-      throw std::bad_alloc();
-    };
-    bare.write_all(frame(FrameType::kLeave, {}, "nobody's"));
-    EXPECT_TRUE(eventually([&] { return bare.saw("failure: this rank has no memory left"); })) << num_refused;
-    EXPECT_TRUE(eventually([&] { return bare.process_link->has_ended(); }));
-    uint8_t byte;
-    EXPECT_TRUE(eventually([&] { return recv(bare.peer, &byte, 1, MSG_DONTWAIT) == 0; })) << "the peer hears the end";
-  }
-}
-
-TEST(ControlLink, WhoFreesSharedMemoryNeedsNone) {
-  BareLink bare;
-  void* const data = SegmentRegistry::instance().create(4096);
-  const uint64_t id = SegmentRegistry::instance().find(data, 1)->segment;
-  bare.write_all(frame(FrameType::kSegmentRequest, Bytes(reinterpret_cast<const uint8_t*>(&id),
-                                                         reinterpret_cast<const uint8_t*>(&id) + sizeof id)));
-  uint8_t byte;
-  ASSERT_TRUE(eventually([&] { return recv(bare.peer, &byte, 1, MSG_DONTWAIT) == 1; })) << "it was handed out";
-  const NoMemory none;
-  SegmentRegistry::instance().release(data);
-  EXPECT_FALSE(SegmentRegistry::instance().find(data, 1));
-}
-
 // ---- silence
 
 TEST(ProcessLink, ALinkThatWasJustMadeIsNotSilent) {
@@ -341,7 +310,6 @@ TEST(ProcessLink, WhatHasJustBeenSentNeedNotBeAcknowledged) {
     void on_end(const std::string&, bool) override {}
     void on_silence(const ProcessLink::Silence& silence) override { reaches_host.push_back(silence.reaches_host); }
     void on_lost_descriptor() override {}
-    void on_no_memory() override {}
     std::vector<bool> reaches_host;
   } route;
   auto pace = ProcessLink::Pace(1s);

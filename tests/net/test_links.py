@@ -120,29 +120,21 @@ def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch, no_reports
             assert error.rank == rank and "raise `ulimit -n`" in str(error) and seconds < AT_ONCE_S, (error, seconds)
 
 
-@pytest.mark.parametrize("ends", ["threads", "memory", "memory of the call"])
-def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch, no_reports):
+def test_where_threads_end_that_is_said_at_once(monkeypatch, no_reports):
     start = threading.Thread.start
 
     def refuse(thread):
         if not thread.name.startswith("bagua-dial-"):
             return start(thread)
-        raise MemoryError if ends == "memory" else RuntimeError("can't start new thread")
+        raise RuntimeError("can't start new thread")
 
-    def refuse_all(*_):
-        raise MemoryError
-
-    if ends == "memory of the call":
-        monkeypatch.setattr(dialer, "start_thread", refuse_all)
-    else:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-    remedy = "raise `ulimit -u`" if ends == "threads" else "raise its memory limit"
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     with two_ranks(SHM) as ranks:
         failures = barrier(ranks)
     for rank, (error, seconds) in enumerate(failures):
         own = error.rank == rank and type(error) is TransportError  # or the other one has reported its own before
         assert own or (type(error) is RemoteError and error.rank == 1 - rank), failures
-        assert remedy in str(error) and seconds < AT_ONCE_S, failures
+        assert "raise `ulimit -u`" in str(error) and seconds < AT_ONCE_S, failures
 
 
 def fail_and_leave(rank):
