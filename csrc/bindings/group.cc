@@ -29,8 +29,8 @@ namespace {
 
 std::unique_ptr<Channel> over_pinned(Channel& host) { return std::make_unique<PinnedChannel>(host); }
 
-// Of all groups that are made from here on; changed with the GIL held. The library is opened by the first that needs
-// it.
+// The source of all groups that are made from here on; changed with the GIL held. The library is opened by the first
+// that needs it.
 std::shared_ptr<DeviceTransportSource>& nccl_source() {
   static std::shared_ptr<DeviceTransportSource> source = std::make_shared<nccl::NcclSource>();
   return source;
@@ -42,7 +42,7 @@ collectives::Thresholds thresholds_from(const std::map<std::string, size_t>& cha
   return thresholds;
 }
 
-// What has kept a group from being made: peers that come to it hear the cause.
+// Tells peers that come to a group why it could not be made, and returns the cause.
 Error refused(Error cause, const std::string& key, const std::shared_ptr<Process>& process) {
   if (process) process->refuse(key, abort_bytes(cause, {}));
   return cause;

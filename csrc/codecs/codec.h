@@ -61,7 +61,7 @@ class Codec {
                                Stream stream) const = 0;
 };
 
-// What follows the name in "qsgd:bits=4".
+// The options that follow the name in "qsgd:bits=4".
 class CodecOptions {
  public:
   // Throws InvalidArgument for what is not name:option=value,option=value, and for an option given twice.
@@ -70,7 +70,7 @@ class CodecOptions {
   const std::string& name() const { return name_; }
   // The value of an option that is one of `allowed`, the first of which is the default.
   int one_of(std::string_view option, std::initializer_list<int> allowed);
-  // Throws InvalidArgument for an option that nobody has asked for.
+  // Throws InvalidArgument for an option that was not asked for.
   void check_all_known() const;
   // The specs of all combinations of the options that have been asked for, that of the defaults, the bare name, first.
   std::vector<std::string> all_specs() const;

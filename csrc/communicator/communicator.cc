@@ -1,4 +1,4 @@
-// Who is connected, what is under way, how the worker waits for it (spins, sleeps on the doorbell, asks now and then),
+// Connections, what is under way, and how the worker waits for it (spins, sleeps on the doorbell, asks now and then),
 // see communicator.h.
 #include "csrc/communicator/communicator.h"
 
@@ -18,7 +18,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// Nobody sleeps longer than this without looking at the deadline and at the poison.
+// No thread sleeps longer than this without looking at the deadline and at the poison.
 constexpr nanoseconds kMaxSleep = milliseconds(100);
 // After a peer has left, how long what it sent before may take to arrive.
 constexpr nanoseconds kDepartureGrace = milliseconds(300);
@@ -30,9 +30,9 @@ constexpr nanoseconds kFirstRequestDelay = milliseconds(500);
 constexpr nanoseconds kMaxRequestInterval = milliseconds(8000);
 // How long a device transport may take to end where nothing went wrong.
 constexpr std::chrono::seconds kCloseLimit{3};
-// Up to this many ranks everybody sends everybody a note.
+// Up to this many ranks every rank sends every rank a note.
 constexpr int kMaxPairwiseNotes = 8;
-// How soon to look again where a device works, which rings for nobody.
+// How soon to look again where a device works, which rings no bell.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
@@ -238,7 +238,7 @@ void Communicator::wait_until(int peer, Ready ready) {
   }
 }
 
-// What comes first there is the program's own, so nobody else is to blame if it is late.
+// The program's own work comes first there, so no other rank is to blame if it is late.
 void Communicator::wait_for_device(const std::function<bool()>& is_done) {
   liveness_.stop_waiting();
   const auto spin_until = Deadline::Clock::now() + spin_;

@@ -73,14 +73,14 @@ class Communicator {
   void recv(int peer, void* data, size_t bytes);
   void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
 
-  // Of the whole group, by a device transport: whether it does that in the running operation, and that.
+  // A collective of the whole group by a device transport: whether it does that in the running operation, and that.
   bool has_native(OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum) const {
     return over_ != nullptr && over_->has(kind, dtype, op);
   }
   void enqueue_native(const NativeCollective& collective);
 
-  // Of an operation on a device that is staged: messages move in the order of `stream` from here on, and are the host's
-  // if it is the CPU's; and the host waits for what the device has to do before.
+  // Sets the stream of a staged operation on a device: messages move in the order of `stream` from here on, and are the
+  // host's if it is the CPU's; and the host waits for what the device has to do before.
   bool is_staged() const { return over_ == nullptr; }
   void use_stream(Stream stream) { stream_ = stream; }
   void wait_for_device(const std::function<bool()>& is_done);
@@ -96,19 +96,19 @@ class Communicator {
   // Moves what can be moved on the channels that something was posted to; true if anything moved. Throws the first
   // cause.
   bool progress();
-  // Whether, when progress() last looked, something was under way that rings for nobody (a device's copies).
+  // Whether, when progress() last looked, something was under way that rings no bell (a device's copies).
   bool is_polled() const { return is_polled_; }
   Doorbell& doorbell() { return *doorbell_; }
 
   void set_connector(Connector connector);
   // How messages of device memory travel; without, they are refused. Before the first one.
   void set_device_channels(MakeDeviceChannel make) { make_device_channel_ = std::move(make); }
-  // What may move device memory of the whole group instead. Before the first operation on a device.
+  // Sets what may move device memory of the whole group instead. Before the first operation on a device.
   void set_device_transport(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked);
-  // Which way collectives on a device go, as DevicePath::description has it. [any thread]
+  // Describes the way that collectives on a device go, as DevicePath::description has it. [any thread]
   std::string device_path() const { return device_path_ ? device_path_->description() : ""; }
-  // Of the worker. What was enqueued on a device transport may wait for peers: whether there is one; throws what it
-  // reports; ends what is enqueued, and itself.
+  // Called by the worker. The work that was enqueued on a device transport may wait for peers: whether there is one;
+  // throws what it reports; ends what is enqueued, and itself.
   bool has_device_transport() const { return device_path_ != nullptr && device_path_->transport() != nullptr; }
   void check_device_transport() { device_path_->transport()->check(); }
   // From begin() to end(); see DevicePath.
@@ -129,19 +129,19 @@ class Communicator {
 
   // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
-  // Of an operation that has failed: ends it as end() does, and takes from the peers what they could write to in it.
+  // Ends an operation that has failed, as end() does, and takes from the peers what they could write to in it.
   // One that was stopped may go on long after.
   void end_and_isolate();
   // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
   void close();
 
-  // For collectives that move bytes through shared memory instead of messages.
+  // Counts bytes of collectives that move them through shared memory instead of messages.
   void count_moved(uint64_t sent, uint64_t received) {
     bytes_sent_.fetch_add(sent, std::memory_order_relaxed);
     bytes_received_.fetch_add(received, std::memory_order_relaxed);
   }
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
-  // Of them those of messages over a network, not through shared memory.
+  // The bytes among them that went over a network, not through shared memory.
   uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }          // [any thread]
 

@@ -62,7 +62,7 @@ std::optional<Abort> abort_from(const uint8_t* payload, size_t bytes) {
 
 }  // namespace
 
-// As the payload of a frame: kind, rank, the bytes of the operation's name, which follows, and the message.
+// The payload of a frame has: kind, rank, the bytes of the operation's name, which follows, and the message.
 std::vector<uint8_t> error_bytes(const Error& error) {
   const std::string what = std::string(error.what()).substr(0, 8192);
   const std::string operation = error.operation().substr(0, 256);
@@ -75,7 +75,7 @@ std::vector<uint8_t> error_bytes(const Error& error) {
   return payload;
 }
 
-// As the payload of a frame: how many are lost, each with whether it is there, and the cause.
+// The payload of a frame has: how many are lost, each with whether it is there, and the cause.
 std::vector<uint8_t> abort_bytes(const Error& cause, const Losses& losses) {
   std::vector<LossNote> notes;
   for (const int rank : losses.lost) {
@@ -211,7 +211,7 @@ void ControlLink::send_segment(uint64_t id) {
     handed_out_.insert(id);  // before the duplicate: whoever releases the segment from now on tells the peer
   }
   auto handle = SegmentRegistry::instance().duplicate(id);
-  if (!handle) {  // released while the request was under way: nobody can still need it
+  if (!handle) {  // released while the request was under way: no rank can still need it
     std::lock_guard lock(segment_mutex_);
     handed_out_.erase(id);
     return;
@@ -231,7 +231,7 @@ void ControlLink::receive_segment(const uint8_t* payload, size_t bytes, Descript
   std::memcpy(&note, payload, sizeof note);
   {
     std::lock_guard lock(segment_mutex_);
-    if (requested_.count(note.id) == 0) return;  // nobody has asked for it
+    if (requested_.count(note.id) == 0) return;  // no rank has asked for it
   }
   try {
     expect_sealed(fd.get(), note.bytes);

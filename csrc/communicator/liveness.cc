@@ -27,7 +27,7 @@ constexpr milliseconds kRequestInterval{50};
 constexpr milliseconds kMinRequestInterval{20};
 // How long it may take until the others have told what they failed with.
 constexpr milliseconds kAgreement{200};
-// For how long the others are asked about a silent peer: a rank that has no link to it finds out meanwhile.
+// The time for which the others are asked about a silent peer: a rank that has no link to it finds out meanwhile.
 constexpr milliseconds kMinInquiry = 2 * kSilence, kMaxInquiry{1000};
 // How many of the others need a link, so that they can be asked.
 constexpr int kWitnesses = 4;
@@ -125,7 +125,7 @@ bool Liveness::link_made(int job_rank, const std::shared_ptr<ProcessLink>& link)
   return true;
 }
 
-// Who is connected to a group that has failed learns why at once. (A poisoning that comes after this look sees the
+// A peer that connects to a group that has failed is told why at once. (A poisoning that comes after this look sees the
 // link.) Whether it has failed there, or the peer has left, comes as an answer.
 void Liveness::greet(int peer, ControlLink& control) {
   listen(peer, control);
@@ -205,7 +205,7 @@ void Liveness::end(const Operation& operation) {
   if (operation.sequence != 0) status_.last_finished = operation;
   status_.operation = Operation{};
   stop_waiting();
-  // What peers have freed while the operation ran; outside of operations on_released does it at once.
+  // Unmaps what peers have freed while the operation ran; outside of operations on_released does it at once.
   for (auto& peer : peers_) {
     if (peer->control) peer->control->unmap_released();
   }
@@ -269,7 +269,7 @@ void Liveness::throw_left(int peer) {
 // Whoever has failed tells all others with what, and who is lost to whom, as far as it knows (blame.h); again when it
 // knows more. When all that are not dead have told the same, they make the same of it: the first of the dead is named.
 // A rank that tells something is not dead, whatever others have seen of it; nor is one that is silent, as long as
-// nobody names it. What comes later changes nothing here, and is passed on.
+// no rank names it. What comes later changes nothing here, and is passed on.
 
 void Liveness::take_abort(int peer, const Error& cause, const Losses& theirs) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
@@ -325,8 +325,8 @@ void Liveness::note_cause_locked() {
   refute_locked();
 }
 
-// Of those that are lost to somebody, whoever has told this rank something is there; for this rank itself, others say
-// so, unless it has told them too late, as after it was stopped: whom this rank has named as dead, it does not take
+// Among those that are lost to some rank, each that has told this rank something is there; for this rank itself, others
+// say so, unless it has told them too late, as after it was stopped: whom this rank has named as dead, it does not take
 // back. One that has told of its own fault is named for that.
 void Liveness::refute_locked() {
   const std::vector<int> named = is_cause_agreed_ ? cause_->ranks() : std::vector<int>{};
@@ -337,8 +337,8 @@ void Liveness::refute_locked() {
   }
 }
 
-// What this rank tells of them: what it has found itself, or cannot judge. As long as its own link to one is well, it
-// may yet hear that it is the connection to another rank that has failed.
+// The losses that this rank tells others: those that it has found itself, or cannot judge. As long as its own link to
+// one is well, it may yet hear that it is the connection to another rank that has failed.
 Losses Liveness::confirmed_locked() const {
   Losses confirmed = losses_;
   std::erase_if(confirmed.lost, [this](int rank) {
@@ -365,8 +365,8 @@ void Liveness::tell_all(const Error& cause) {
 }
 
 // Whether others may still tell of more: those linked to this rank that have told nothing, or something else than this
-// one; not from those that are named and silent. Where somebody is lost, also those that are linked only to others; and
-// where it is this rank, anybody may yet say that it is there.
+// one; not from those that are named and silent. Where some rank is lost, also those that are linked only to others;
+// and where it is this rank, any rank may yet say that it is there.
 bool Liveness::is_cause_awaited_locked() const {
   if (losses_.lost.count(ranks_.rank) > losses_.there.count(ranks_.rank)) return true;
   std::set<int> named = losses_.lost;
@@ -409,7 +409,7 @@ void Liveness::agree_if_due_locked() {
 
 Error Liveness::agreed_cause() {
   std::unique_lock lock(mutex_);
-  agree_if_due_locked();  // somebody may have fallen silent meanwhile
+  agree_if_due_locked();  // some rank may have fallen silent meanwhile
   cause_changed_.wait_until(lock, poisoned_at_ + kAgreement, [this] { return is_cause_agreed_; });
   agree_if_due_locked();
   return *cause_;
@@ -526,8 +526,8 @@ bool Liveness::is_linked_well(int job_rank) const {
   return control(peer) != nullptr;
 }
 
-// By an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know it
-// next time. A group that has failed dials nobody.
+// Judges by an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know
+// it next time. A group that has failed dials no rank.
 std::optional<Hearing> Liveness::hearing_of(int job_rank) {
   const int peer = ranks_.group_rank(job_rank);
   if (peer < 0 || peer >= ranks_.size || peer == ranks_.rank) return std::nullopt;
@@ -548,7 +548,8 @@ std::optional<Hearing> Liveness::hearing_of(int job_rank) {
   return link.has_answered_since(Deadline::Clock::now() - kSilence) ? Hearing::kHears : Hearing::kNotYetKnown;
 }
 
-// Of a peer without a link, by whether its host takes a connection, as which the worker has it dialed once in a while.
+// Judges a peer without a link by whether its host takes a connection, for which the worker has it dialed once in a
+// while.
 Hearing Liveness::probe_locked(int peer) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   if (is_unreachable_locked(p)) return Hearing::kHearsNothing;
@@ -628,8 +629,9 @@ Verdict Liveness::judge(int peer, TimePoint since, double allowed_seconds) const
   return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
 }
 
-// A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
-// and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
+// A connection is silent. If others hear from the rank at its far end, it is the connection; if no rank does, the rank;
+// and if this rank hears from no rank at all, its own connection to the world. Where there are only two, no rank can
+// tell.
 Verdict Liveness::ask_others(const Verdict& verdict, double allowed_seconds, const CheckInterrupt& check_interrupt) {
   const auto now = Deadline::Clock::now();
   const auto until = now + seconds(chain_grace_seconds(allowed_seconds)) + kSilence;
@@ -642,7 +644,7 @@ Verdict Liveness::ask_others(const Verdict& verdict, double allowed_seconds, con
   }
 }
 
-// Asks everybody what it hears from the rank at the far end, and that rank whether it is there. Dials some of the
+// Asks every rank what it hears from the rank at the far end, and that rank whether it is there. Dials some of the
 // others where this rank has links to few.
 void Liveness::ask_about(int unreachable) {
   std::vector<std::pair<int, std::shared_ptr<ControlLink>>> asked;

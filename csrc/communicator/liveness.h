@@ -110,7 +110,8 @@ class Liveness {
   void take_answer(int peer, const PeerStatus& theirs);
   // Throws where a new answer shows that the peer is in another operation. Called by the worker.
   void compare_answer(int peer);
-  // Of the thread that stands still for this group, if there is one: since when, and where the chain behind it ends.
+  // Returns the wait of the thread that stands still for this group, if there is one: since when, and where the chain
+  // behind it ends.
   std::optional<Process::Wait> wait_of_a_thread() const;
   void forward_request(uint32_t hops);  // to the rank that this one waits for
 

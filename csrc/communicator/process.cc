@@ -11,7 +11,7 @@
 namespace bagua {
 namespace {
 
-// Along chains of more ranks nobody asks for a rank that has no group to say how long they can be.
+// Along chains of more ranks no rank asks for a rank that has no group to say how long they can be.
 constexpr uint32_t kMaxHops = 64;
 
 }  // namespace
@@ -130,8 +130,8 @@ bool Process::has_failed(const std::string& key) {
   return closed_.abort_of(key).has_value();
 }
 
-// A peer that waits hears why there is nobody, or what this process does instead. Whatever else it says of a group that
-// is not here it will say again, or it has left by then.
+// A peer that waits hears why there is no group, or what this process does instead. Whatever else it says of a group
+// that is not here it will say again, or it has left by then.
 void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, size_t bytes) {
   if (type != FrameType::kStatusRequest || bytes != sizeof(StatusRequest)) return;
   bool has_left;

@@ -62,7 +62,7 @@ class Process {
     void write_to(PeerStatus& status) const;
   };
   std::optional<Wait> longest_except(const Liveness* asked);
-  // What to tell who asks about a group that is not there; asks along the waits too.
+  // Returns the answer about a group that is not there; asks along the waits too.
   PeerStatus status(PeerStatus::Group group);
   // Whether this process hears from a rank of the job, as far as one of its groups can tell or find out. [any thread]
   Hearing hearing_of(int job_rank);

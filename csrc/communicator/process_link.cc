@@ -199,7 +199,7 @@ void ProcessLink::on_tick() {
     }
     reached_host_at_ = std::min(reached_host_at_ + late, now);
   }
-  if (reaches_host()) reached_host_at_ = now;  // before something is sent, which nobody has acknowledged yet
+  if (reaches_host()) reached_host_at_ = now;  // before something is sent, which no rank has acknowledged yet
   bool is_due;
   {
     std::lock_guard lock(send_mutex_);
@@ -317,7 +317,7 @@ void ProcessLink::handle_own(FrameType type, const uint8_t* payload, size_t byte
     std::memcpy(&testimony, payload, sizeof testimony);
     std::lock_guard lock(inquiries_mutex_);
     const auto found = asked_.find(testimony.about);
-    if (found == asked_.end()) return;  // nobody has asked
+    if (found == asked_.end()) return;  // no rank has asked
     found->second.hearing = testimony.hearing;
     answered_at_ = found->second.answered_at = Clock::now();
   }

@@ -37,7 +37,7 @@ enum class FrameType : uint32_t {
   kSegmentRequest,
   kSegment,  // passes a descriptor
   kReleased,
-  // Of the link itself:
+  // Frames of the link itself:
   kHeartbeat,
   kGoodbye,
   kInquiry,
@@ -102,18 +102,18 @@ class ProcessLink : public Reactor::Handler {
   // Whether all that was sent has reached the peer's host: one whose process is stopped still acknowledges, a host that
   // is down or behind a cut cable does not.
   bool reaches_host();
-  // For how long nothing has arrived, as far as this process was running.
+  // The time for which nothing has arrived, as far as this process was running.
   std::chrono::nanoseconds silent_for() const;
   const Pace& pace() const { return pace_; }
 
   // Asks the other process whether it hears from a rank of the job, -1: only whether it answers. However many groups
   // want to know, and however often, it is asked once in a while. [any thread]
   void inquire(int about);
-  // What it has answered since then about that rank, if it has. [any thread]
+  // Returns its answer since then about that rank, if there is one. [any thread]
   std::optional<Hearing> testimony(int about, Clock::time_point since) const;
   // Whether it has answered anything since then. [any thread]
   bool has_answered_since(Clock::time_point since) const;
-  // For how long nothing has come since something was asked, by whatever group. [any thread]
+  // The time for which nothing has come since something was asked, by whatever group. [any thread]
   std::chrono::nanoseconds unanswered_for() const;
 
   void on_ready() override;

@@ -18,7 +18,7 @@ class Workspace {
  public:
   static constexpr int kNumSlots = 9;
 
-  // Of the stream's device, for what is enqueued on that stream.
+  // The memory is of the stream's device, for what is enqueued on that stream.
   Workspace() = default;
   explicit Workspace(Stream stream) : stream_(stream) {}
   ~Workspace() { clear(); }

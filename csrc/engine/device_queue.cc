@@ -1,4 +1,5 @@
-// What the engine has enqueued on devices, from there to its end; see engine.h. For the worker thread.
+// The operations that the engine has enqueued on devices, from there to their end; see engine.h. Used by the worker
+// thread.
 #include <algorithm>
 #include <utility>
 
@@ -31,7 +32,7 @@ Stream Engine::stream_behind(const Place& place) {
   return stream;
 }
 
-// What a failed operation has enqueued still uses its tensors, which are the program's again once it has failed.
+// Work that a failed operation has enqueued still uses its tensors, which are the program's again once it has failed.
 // Returns the end of it; null: nothing was.
 device::SharedEvent Engine::wait_for_leftovers(Device device) {
   if (device.is_cpu()) return nullptr;
@@ -122,14 +123,14 @@ bool Engine::complete_done() {
   return ended;
 }
 
-// As its device has seen it. Where the device's clock is not known yet: from its enqueuing until now.
+// Logs it as its device has seen it. Where the device's clock is not known yet: from its enqueuing until now.
 void Engine::log_device_operation(const Enqueued& operation) {
   const int64_t now_ns = EventLog::now_ns();
   DeviceSide& side = side_of(operation.task.place.device);
   const auto begin = side.clock().host_ns(operation.interval->begin);
   const auto end = side.clock().host_ns(operation.interval->end);
-  // What the host knows holds however well the two clocks are compared: the device began after the enqueuing began, and
-  // after the operation before, and it has ended.
+  // The host's knowledge holds however well the two clocks are compared: the device began after the enqueuing began,
+  // and after the operation before, and it has ended.
   const int64_t earliest_ns = std::min(std::max(operation.begin_ns, side.logged_until_ns), now_ns);
   const int64_t begin_ns = std::clamp(begin.value_or(earliest_ns), earliest_ns, now_ns);
   const int64_t end_ns = std::clamp(end.value_or(now_ns), begin_ns, now_ns);
@@ -162,7 +163,7 @@ std::optional<Error> Engine::cause_to_give_up() {
   return first_cause();
 }
 
-// Names no rank: who keeps the device waiting, it does not tell.
+// Names no rank: the device does not tell which one keeps it waiting.
 void Engine::expect_in_time(const Enqueued& operation) {
   if (!operation.deadline.expired() || !waits_for_peers(operation)) return;
   const Task& task = operation.task;

@@ -15,11 +15,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// An idle worker looks around this often even if nobody rings; it costs nothing measurable.
+// An idle worker looks around this often even if nothing rings; it costs nothing measurable.
 constexpr nanoseconds kIdleSleep = milliseconds(500);
 // With operations in flight their deadlines have to be looked at.
 constexpr nanoseconds kInFlightSleep = milliseconds(20);
-// A device rings for nobody, so it is looked at; the longer it takes, the less often.
+// A device rings no bell, so it is looked at; the longer it takes, the less often.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50), kLongestPollInterval = milliseconds(1);
 constexpr int kLooksPerDuration = 16;
 
@@ -60,7 +60,7 @@ Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeo
   return task;
 }
 
-// The worker may have ended already: nobody would complete it.
+// The worker may have ended already: nothing would complete it.
 std::shared_ptr<Work> Engine::refuse_locked() {
   auto work = std::make_shared<Work>(next_ticket_++);
   work->fail(Error(ErrorKind::kAborted, "the group '" + communicator_->name() + "' is being destroyed",
@@ -296,7 +296,8 @@ Error Engine::poison_with_current_exception() {
   }
   communicator_->cancel();
   communicator_->end_and_isolate();
-  // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
+  // Work that this operation has enqueued may wait for peers that will not come. Others that are enqueued have their
+  // time.
   if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
   return first_cause();
 }

@@ -36,7 +36,7 @@ class Engine {
   using Run = std::function<uint64_t(Context&)>;  // returns the number of non-finite blocks
   using Timeout = std::chrono::nanoseconds;
 
-  // Where an operation's tensors are ready on a device: the point that `ready` marks. Of the CPU: now.
+  // The point at which an operation's tensors are ready on a device: the one that `ready` marks. Of the CPU: now.
   struct Place {
     Device device;
     device::SharedEvent ready;
@@ -94,7 +94,7 @@ class Engine {
     int64_t begin_ns = EventLog::now_ns();
     Request request;
   };
-  // Of an operation on a device, from its enqueuing to its end.
+  // An operation on a device, from its enqueuing to its end.
   struct Enqueued {
     Task task;
     Deadline deadline;
@@ -107,7 +107,7 @@ class Engine {
     uint64_t network_bytes_sent = 0;
     DeviceTurns::Enqueued before;  // its turn on the device
   };
-  // What has failed while its device was late, and uses what it keeps until `done`.
+  // An operation that has failed while its device was late, and uses what it keeps until `done`.
   struct Late {
     std::shared_ptr<Work> work;
     device::SharedEvent done;

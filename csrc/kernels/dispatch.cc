@@ -81,7 +81,7 @@ void check_residual(const char* kernel, const Residual& residual) {
                residual.dtype, "float32, bfloat16");
 }
 
-// That of no elements may be null.
+// The residual of no elements may be null.
 void check_residual_is_on(const char* kernel, const Residual& residual, size_t numel) {
   if (!residual.is_on() && numel > 0)
     reject(std::string(kernel) + ": residual.out is null, expected memory for the new residual");

@@ -1,5 +1,5 @@
-// What the fused kernels of the codecs take, and what these compute. On a device each is one launch, which reads its
-// input once and needs no memory of its own; on the CPU it is the same composition, block by block.
+// The arguments of the fused kernels of the codecs, and what these compute. On a device each is one launch, which reads
+// its input once and needs no memory of its own; on the CPU it is the same composition, block by block.
 //
 //   <codec>_encode_with_residual   total = f32(residual.in) + f32(source); bytes = the codes of total;
 //                                  residual.out = total - decoded(bytes), in f32, rounded to its type

@@ -1,4 +1,4 @@
-// What a waiting rank is told: peers that leave or die, deadlines with the culprit's name, first
+// Tests of what a waiting rank is told: peers that leave or die, deadlines with the culprit's name, first
 // causes of others, interrupts.
 #include <future>
 #include <set>
@@ -20,7 +20,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, BufferedFaults, ::testing::Values(kShm, kTc
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// What rank `rank` is told when it receives from `peer` within `timeout`.
+// Returns what rank `rank` is told when it receives from `peer` within `timeout`.
 std::optional<Error> error_of_recv(Communicator& communicator, int peer, Clock::duration timeout,
                                    uint32_t sequence = 1) {
   return error_of([&] {
@@ -91,7 +91,7 @@ TEST_P(Faults, RanksThatAreLeftNameTheSameDead) {
                     ++num_ready;
                     errors[2] = error_of_recv(*communicators[2], 0, 30s);
                   }});
-    // One of the two may still have told that it has lost the other one, and is not counted then: by nobody.
+    // One of the two may still have told that it has lost the other one, and is not counted then: by no rank.
     ASSERT_TRUE(errors[0] && errors[1] && errors[2]);
     const std::vector<int> dead = errors[0]->ranks();
     EXPECT_TRUE(dead == std::vector<int>{3} || dead == std::vector<int>{4} || dead == (std::vector<int>{3, 4}));
@@ -604,7 +604,7 @@ class Ring {
     for (const int fd : {at_a[1], at_b[1]}) ::close(fd);
   }
   void kill(int rank) { bare_ends_[rank].clear(); }
-  // What every rank that is left fails with.
+  // The errors of the ranks that are left.
   std::vector<Error> errors() {
     std::vector<Error> errors;
     for (int rank = 0; rank < size(); ++rank) {
@@ -712,7 +712,7 @@ TEST(FewLinks, WhoComesLaterIsToldOfAllTheDead) {
 TEST(FewLinks, NothingIsWaitedForWhereAllAreLinked) {
   auto shortest = Clock::duration::max();
   for (int round = 0; round < 5; ++round) {
-    Ring ring(3, {2});  // everybody is everybody's neighbor
+    Ring ring(3, {2});  // each rank is every other's neighbor
     ring.link_all();
     const auto begin = Clock::now();
     ring.kill(2);
@@ -745,10 +745,10 @@ class Witness {
         if (type != FrameType::kInquiry || payload.size() != sizeof inquiry) continue;
         std::memcpy(&inquiry, payload.data(), sizeof inquiry);
         ++num_asked_;
-        say_heard({-1, Hearing::kHears});  // which nobody has asked
+        say_heard({-1, Hearing::kHears});  // which no rank has asked
         if (!first) {
           first = Clock::now();
-          std::this_thread::sleep_for(20ms);  // all that has come until then is about nobody
+          std::this_thread::sleep_for(20ms);  // all that has come until then is about no rank
         }
         say_heard({inquiry.about, hears(Clock::now() - *first)});
         say_heard({-1, Hearing::kHears});
@@ -790,7 +790,7 @@ class Unlinked {
     process->attach(1, pair[0]);
     return std::make_unique<Witness>(pair[1], std::move(hears));
   }
-  // As the dialer does while rank 2 takes no connection, beside the worker.
+  // Does what the dialer does while rank 2 takes no connection, beside the worker.
   Error doubt() {
     EXPECT_TRUE(eventually([&] {
       communicator.liveness().dial_probed();

@@ -15,7 +15,7 @@
 #include "csrc/tests/test_transport_pairs.h"
 
 #if defined(__SANITIZE_THREAD__)
-// Where a segment is isolated the kernel changes what lies behind its addresses, and each page is touched, by an atomic
+// When a segment is isolated, the kernel changes what lies behind its addresses, and each page is touched, by an atomic
 // that changes nothing, while the program's threads write: none of their writes is lost. The sanitizer sees writes.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:bagua::SegmentRegistry::conceal\n";
@@ -347,7 +347,7 @@ TEST(ProcessLink, SilenceIsToldAndAHeartbeatEndsIt) {
 
 // ---- progress
 
-// What is posted ends at once, but for what the test holds back.
+// A posted message ends at once, unless the test holds it back.
 struct CountingChannel : Channel {
   explicit CountingChannel(int& looks_) : looks(looks_) {}
   void post_send(const Operation&, const void*, size_t, Request* request) override { post(request); }
@@ -774,7 +774,7 @@ TEST(ForkGuard, AChildHasNoneOfTheDescriptors) {
   if (child == 0) {
     bool ok = process_generation() == generation + 1 && moved.get() == -1 && !is_open(number) && !is_open(doorbell);
     const int reused = dup(0);  // the lowest number that is free
-    moved.reset();              // must not close somebody else's
+    moved.reset();              // must not close another owner's
     ok = ok && is_open(reused);
     _exit(ok ? 0 : 1);
   }

@@ -74,7 +74,7 @@ class Emulated : public ::testing::Test {
   void store(float* to, float value, Stream stream) {
     runtime.run(stream, "store", [=, this] { *static_cast<float*>(runtime.host_address(to)) = value; });
   }
-  // What the device holds once the stream has come to it.
+  // Returns what the device holds once the stream has come to it.
   float load(const float* from, Stream stream) {
     float* const pinned = static_cast<float*>(runtime.allocate_pinned(sizeof(float)));
     runtime.copy_to_host(pinned, from, sizeof(float), stream);
@@ -429,7 +429,7 @@ TEST_F(Emulated, AnEventIsItsLastRecordAtTheTimeOfTheCall) {
   runtime.synchronize(other_device);
   EXPECT_FALSE(runtime.is_done(event));
   EXPECT_FALSE(runtime.is_idle(kDefault));
-  runtime.destroy_event(event);  // legal while somebody waits for it
+  runtime.destroy_event(event);  // legal while a stream waits for it
   open(two);
   runtime.synchronize(kDefault);
   runtime.destroy_stream(first);
@@ -529,7 +529,7 @@ TEST_F(Emulated, AFailedKernelIsAStickyErrorOfItsDevice) {
   EXPECT_EQ(load(next, kDefault), 4.0f);
 }
 
-// Who waits on another device for an event of the one that failed is not left waiting.
+// A stream that waits on another device for an event of the one that failed goes on.
 TEST_F(Emulated, AFailureReachesItsEvents) {
   const auto closed = gate();
   const Event event = runtime.create_event(kFirst);

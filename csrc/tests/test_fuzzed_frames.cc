@@ -78,7 +78,7 @@ PeerStatus recorded_status() {
   return status;
 }
 
-// What a peer says in the life of a group.
+// The frames that a peer sends in the life of a group.
 std::vector<Bytes> recording() {
   std::vector<Bytes> frames;
   const auto say = [&frames](FrameType type, const Bytes& payload) {

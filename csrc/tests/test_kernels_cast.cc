@@ -185,7 +185,7 @@ TEST(CastAdd, EqualsTheOracle) {
   }
 }
 
-// As a cast, but for a NaN, which has one pattern.
+// A cast, but for a NaN, which has one pattern.
 uint16_t code_oracle(DType to, double value) {
   if (std::isnan(value)) return to == DType::kF16 ? 0x7e00 : 0x7fc0;
   return half_bits(to, value);

@@ -172,7 +172,7 @@ TEST_P(CudaCodecs, BlocksThatAreUnlikeOthersAreTheCpus) {
   }
 }
 
-// What a damaged message of topk says of elements that are not there is dropped, wherever it is read.
+// Elements of a damaged message of topk that are not there are dropped, wherever it is read.
 TEST_P(CudaCodecs, IndicesPastTheEndAreDropped) {
   if (!codec().name.starts_with("topk")) GTEST_SKIP() << "its codes hold no indices";
   const int count = 3;

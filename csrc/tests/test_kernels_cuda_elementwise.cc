@@ -107,7 +107,8 @@ TEST_F(CudaElementwise, CastsAreTheCpus) {
   }
 }
 
-// As many sources and destinations, the first of which are the same arrays if `in_place`; one element off if `skewed`.
+// A number of sources and destinations, the first of which are the same arrays if `in_place`; one element off if
+// `skewed`.
 void expect_reduction(ReduceOp op, DType dtype, int num_sources, int num_destinations, size_t numel, bool in_place,
                       bool skewed) {
   SCOPED_TRACE(std::string(reduce_op_name(op)) + " of " + std::to_string(num_sources) + " " +

@@ -31,7 +31,7 @@ constexpr int kBits[] = {8, 4, 2};
 double levels(int bits) { return bits == 8 ? 127 : bits == 4 ? 7 : 1; }
 float scale_of(float norm) { return norm < 0x1p-100f ? 0x1p100f : 1.0f; }
 
-// What element i of a block of n (rounded up) elements rng, 0 to 2^15 - 1.
+// The number drawn for element i of a block of n (rounded up) elements, 0 to 2^15 - 1.
 uint32_t draw(uint64_t block_key, size_t i, size_t n) {
   const bool is_upper = i >= n / 2;
   uint32_t x = static_cast<uint32_t>(is_upper ? i - n / 2 : i) * 0x9e3779b1u + static_cast<uint32_t>(block_key);

@@ -13,7 +13,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, Messages,
                          ::testing::Values(kShm, kShmSmallRing, kTcp, kTcpOneStream, kTcpFiveStreams, kTorch, kLocal),
                          kind_name);
 
-// What one rank sends: both ends can compute it.
+// The bytes that one rank sends: both ends can compute them.
 struct Plan {
   std::vector<size_t> sizes;
 

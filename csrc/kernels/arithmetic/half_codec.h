@@ -1,5 +1,5 @@
-// What the codecs fp16 and bf16 do to an element before it is narrowed (contract: half_codec.h), for the CPU and for
-// CUDA.
+// The work of the codecs fp16 and bf16 on an element before it is narrowed (contract: half_codec.h), for the CPU and
+// for CUDA.
 #pragma once
 
 #include <bit>

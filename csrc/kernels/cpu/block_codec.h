@@ -1,5 +1,6 @@
-// What the block-wise codecs share on the CPU: the walk over the blocks of a message, and the f32 block on the stack
-// through which f16, bf16 and short blocks go. What happens within a block is in the file of each codec, as a `Blocks`:
+// The part that the block-wise codecs share on the CPU: the walk over the blocks of a message, and the f32 block on the
+// stack through which f16, bf16 and short blocks go. What happens within a block is in the file of each codec, as a
+// `Blocks`:
 //
 //   static constexpr size_t kNumel             elements of a whole block
 //   static constexpr float kPadding            what encode() is given behind the elements of a short block
@@ -29,7 +30,7 @@ namespace bagua::kernels::cpu {
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// What a decoder does with a value.
+// The use that a decoder makes of a value.
 enum class Store { kAssign, kAdd };
 
 template <Store kStore>
@@ -117,7 +118,7 @@ inline void add_residual(const Residual& residual, size_t numel, float* values) 
   if (residual.in != nullptr) cast_add(residual.dtype, residual.in, values, numel);
 }
 
-// What the fused kernels (fused.h) do with one block: `totals` has kNumel elements, of which the first `numel` count
+// The work of the fused kernels (fused.h) on one block: `totals` has kNumel elements, of which the first `numel` count
 // and do not hold the residual yet. Returns what encode() does.
 template <typename Blocks>
 size_t encode_totals(const Blocks& blocks, const Residual& residual, size_t begin, size_t numel, float* totals,

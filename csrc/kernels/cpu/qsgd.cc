@@ -122,7 +122,7 @@ BAGUA_INLINE void decode_parts(const uint8_t* __restrict codes, size_t padded, c
   }
 }
 
-// Of most norms L * step is the norm, and then no element has to be looked at for it.
+// L * step is, for most norms, the norm, and then no element has to be looked at for it.
 template <int kBits, Store kStore>
 BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t padded, float norm,
                                float* __restrict destination) {

@@ -62,7 +62,7 @@ BAGUA_INLINE Limit find_limit(const Keys& keys, int wanted, int low, int high, i
   return {low, false, static_cast<size_t>(num_high)};
 }
 
-// What travels: every magnitude above `magnitude`, and the first `num_ties` that are equal to it.
+// The elements that travel: every magnitude above `magnitude`, and the first `num_ties` that are equal to it.
 struct Selection {
   uint32_t magnitude;
   size_t num_ties;

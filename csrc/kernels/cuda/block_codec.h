@@ -1,6 +1,6 @@
-// What the block-wise codecs share on CUDA: one thread block per block of the message, whose elements stay in registers
-// from the first pass over them (range, scale) to the last (codes, residual). What happens within a block is in the
-// file of each codec, as a `Codec`, passed by value:
+// The part that the block-wise codecs share on CUDA: one thread block per block of the message, whose elements stay in
+// registers from the first pass over them (range, scale) to the last (codes, residual). What happens within a block is
+// in the file of each codec, as a `Codec`, passed by value:
 //
 //   static constexpr int kBlockThreads       of a thread block. Few threads with many elements each: more of a
 //                                            multiprocessor's memory traffic is on its way, and what is computed once
@@ -41,7 +41,7 @@ inline constexpr int kQuadNumel = 4;
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// Which elements of a block a thread has: quads of consecutive ones.
+// The elements of a block that a thread has: quads of consecutive ones.
 //
 // Codes of less than a byte are packed across a block: with kNumParts parts of equal length, byte j holds the codes of
 // element j of every part. So a thread has the quads at the same place of all parts, whose codes are the same four
@@ -66,13 +66,13 @@ struct Share {
 
   __device__ __forceinline__ int numel() const { return kIsWhole ? kBlockNumel : numel_; }
   __device__ __forceinline__ int part_numel() const { return kIsWhole ? kBlockNumel / kNumParts : part_numel_; }
-  // Where the quads of a run begin in their parts, and how many bytes of codes there are from there on: 4 and more are
+  // The begin of the quads of a run in their parts, and how many bytes of codes there are from there on: 4 and more are
   // a whole quad, 0 and less are none.
   __device__ __forceinline__ int place(int run) const {
     return (run * Codec::kBlockThreads + thread_index()) * kQuadNumel;
   }
   __device__ __forceinline__ int num_bytes(int run) const { return kIsWhole ? kQuadNumel : part_numel_ - place(run); }
-  // Where quad q begins in the block, and how many of its elements there are, counted alike.
+  // The begin of quad q in the block, and how many of its elements there are, counted alike.
   __device__ __forceinline__ int first(int q) const { return part_of(q) * part_numel() + place(run_of(q)); }
   __device__ __forceinline__ int num(int q) const {
     if (kIsWhole) return kQuadNumel;
@@ -86,7 +86,7 @@ struct Share {
   int numel_, part_numel_;
 };
 
-// Of a thread; of a reference, too.
+// The elements of a thread; of a reference, too.
 template <typename Share>
 inline constexpr int kNumelOf = std::remove_cvref_t<Share>::kNumel;
 

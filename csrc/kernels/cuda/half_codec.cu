@@ -58,7 +58,7 @@ struct HalfEncode {
   }
 };
 
-// Of totals that hold the residual.
+// Stores the codes of totals that hold the residual.
 template <DType kTo>
 __device__ __forceinline__ int store_totals(const Values& totals, const Residual& residual, size_t first, int num,
                                             uint16_t* destination) {

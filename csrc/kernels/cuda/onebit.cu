@@ -38,7 +38,7 @@ struct Onebit {
   __device__ __forceinline__ Codes load_codes(const Share& share, const uint8_t* bytes) const {
     return {load_bytes<Share::kIsWhole>(bytes + kOnebitHeaderBytes + share.place(0), share.num_bytes(0))};
   }
-  // Where in the thread's word the sign of element i is.
+  // The bit of the thread's word that is the sign of element i.
   static __device__ __forceinline__ constexpr int bit_of(int i) { return 8 * (i % kQuadNumel) + i / kQuadNumel; }
 
   template <typename Share, typename Body>

@@ -38,7 +38,7 @@ struct Qsgd {
     float units;  // of Steps
     Decoder decoder;
   };
-  // Of 8 bits a word per quad, of fewer one per run, as they lie in the message.
+  // The words as they lie in the message: of 8 bits one per quad, of fewer one per run.
   template <typename Share>
   struct Codes {
     static constexpr int kCount = kBits == 8 ? Share::kQuads : Share::kNumRuns;
@@ -64,7 +64,7 @@ struct Qsgd {
     return {kind, steps.step, steps.norm_bits, kByteUnitBits, 0.0f};
   }
 
-  // Where word `index` of the codes is in the message, and how many of its bytes there are.
+  // The place of word `index` of the codes in the message, and how many of its bytes there are.
   template <typename Share>
   static __device__ __forceinline__ int place_of(const Share& share, int index) {
     return static_cast<int>(kQsgdHeaderBytes) + (kBits == 8 ? share.first(index) : share.place(index));

@@ -6,7 +6,7 @@
 // candidates, or too few because most elements are 0, and all where k is above 64: all threads halve the range of the
 // magnitudes.
 //
-// What is chosen are bits, one per element; where an element goes is how many are set before its own.
+// The choice is bits, one per element; an element goes to the place given by how many are set before its own.
 #include "csrc/kernels/topk.h"
 
 #include "csrc/kernels/backend.h"
@@ -48,7 +48,7 @@ __device__ __forceinline__ int index_of(uint64_t key) {
   return kBlockNumel - 1 - static_cast<int>(key >> 1 & (kBlockNumel - 1));
 }
 
-// What a message says of one of the elements that travel.
+// An element that travels, as the message has it.
 struct Traveller {
   float value;
   int index;       // none where it is not below the block's elements
@@ -113,7 +113,7 @@ struct Topk {
     return bin == kNumBins - 1 || depth > largest ? 1 : largest - depth + 1;
   }
 
-  // Of one warp, for up to kNumKeys candidates per lane: chooses k of these. All keys are in [low, high).
+  // Chooses k candidates, up to kNumKeys per lane, by one warp. All keys are in [low, high).
   template <int kNumKeys>
   __device__ __forceinline__ void choose(uint64_t low, uint64_t high, Encoding& encoding) const {
     const uint32_t num_candidates = encoding.num_candidates, needed = static_cast<uint32_t>(k);
@@ -217,7 +217,7 @@ struct Topk {
         num_high = num;
       }
     }
-    // Of those that are equal to `low` the first ones.
+    // The first ones of those that are equal to `low`.
     uint32_t end = numel;
     if (num_low != needed) {
       uint32_t begin = 0;
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// By rank: all threads are done with one contribution before the next is added.
+// Adds by rank: all threads are done with one contribution before the next is added.
 template <typename Share>
 __device__ __forceinline__ void sum_scattered(const TopkEncoder& codec, const Block& block, const Share& share,
                                               const Contributions& contributions, float* sums) {

@@ -1,4 +1,4 @@
-// What every kernel of a build without CUDA does when it is given a CUDA stream.
+// The error of every kernel of a build without CUDA that is given a CUDA stream.
 #pragma once
 
 #include <algorithm>
