@@ -1,8 +1,9 @@
-"""The Python interface of a codec: sizes, encode, decode and the error bound. The maths is in csrc/codecs.
+"""The interface of every codec to Python: sizes, encode, decode and its error bound. The maths is in csrc/codecs.
 
-A codec maps float32, float16 or bfloat16 to bytes, block by block; scale and codes of a block are adjacent. Finite
-input gives finite output within the bound. A NaN or Inf makes its block decode to NaN, never to ordinary numbers. A
-codec is stateless. Its options are the keyword-only fields of its class.
+A codec maps float32, float16 or bfloat16 to bytes, block by block; scale and codes of a block stand
+together. A codec of blocks gives finite output within the bound for finite input, and a NaN or Inf makes its block
+decode to NaN, never to ordinary numbers; fp16 and bf16 are casts. A codec is stateless. Its options are the
+keyword-only fields of its class.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bagua.errors import InvalidArgument
 
 
 class SeededCodec(NamedTuple):
-    """A codec with the seed of its random rounding, as ``codec=`` of a collective accepts it."""
+    """A value of ``codec=`` of a collective: a codec with the seed of its random rounding."""
 
     spec: str
     seed: int
@@ -194,7 +195,10 @@ class Codec:
         return encoded
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the largest |decode(encode(tensor)) - tensor| per element of finite input: float64, same shape."""
+        """The largest |decode(encode(tensor)) - tensor| per element of finite input: float64, shape of ``tensor``.
+
+        It is Inf where a cast overflows.
+        """
         raise NotImplementedError(f"{type(self).__name__}.error_bound")
 
     def _empty_message(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -236,3 +240,17 @@ def half_ulp(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     magnitude = tensor.to(torch.float64).abs().clamp(min=info.smallest_normal)
     _, exponent = torch.frexp(magnitude)  # magnitude = m * 2**exponent, m in [0.5, 1)
     return torch.ldexp(torch.full_like(magnitude, info.eps / 2), exponent - 1)
+
+
+def cast_bound(tensor: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """The error bound of a codec that casts to ``wire`` and back; Inf where that overflows.
+
+    Example:
+        >>> cast_bound(torch.tensor([1.0, 1e5]), torch.float16).tolist() == [2.0**-11, float("inf")]
+        True
+    """
+    values = tensor.detach()
+    bound = half_ulp(values, wire)
+    if tensor.dtype not in (torch.float32, wire):
+        bound = bound + half_ulp(values, tensor.dtype)
+    return bound.masked_fill(values.to(wire).to(tensor.dtype).isinf(), float("inf"))

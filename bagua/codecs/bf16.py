@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from bagua.codecs.base import Codec, half_ulp
+from bagua.codecs.base import Codec, cast_bound
 from bagua.codecs.registry import register
 
 
 @register
 class BF16(Codec):
-    """The upper half of a float32. Error: half a unit in the last place (one unit where rounding up gave Inf)."""
+    """Error: half a unit in the last place of bfloat16; a value that rounding takes beyond its range becomes Inf."""
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        rounding = half_ulp(tensor, tensor.dtype) if tensor.dtype == torch.float16 else 0
-        is_at_the_top = tensor.detach().to(torch.float64).abs() > torch.finfo(torch.bfloat16).max
-        return half_ulp(tensor, torch.bfloat16) * (1 + is_at_the_top.to(torch.float64)) + rounding
+        return cast_bound(tensor, torch.bfloat16)

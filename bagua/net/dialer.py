@@ -114,7 +114,7 @@ class Dialer:
                 raise
 
     def exhausted(self, error: Exception) -> None:
-        """This process has no descriptor or no memory left: fail the groups that wait for a connection."""
+        """This process has no descriptor or thread left: fail the groups that wait for a connection."""
         with self._lock:
             for peer in list(self._wanted):
                 for group in self._missing(peer, False):

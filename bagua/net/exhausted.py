@@ -1,6 +1,6 @@
-"""Errors for resources that this process has used up, with the remedy: memory, threads, file descriptors.
+"""Errors for threads and file descriptors that have ended, which say what to do.
 
-Beside the data path. The core's own are in csrc/common/exhausted.h.
+Beside the data path. The core's own threads are in csrc/common/thread.h.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 def exhausted_error(error: BaseException, rank: int | None, doing: str = "go on") -> TransportError | None:
-    """The error of this rank for what has ended, which waiting does not mend; None for any other one.
+    """The error of this rank for threads or descriptors that have ended, which waiting does not mend; else None.
 
     Args:
         rank: this process's, in the group that the error is for.
         doing: what the rank cannot do.
     """
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, MemoryError) or number == errno.ENOMEM:
-        why = "no memory is left"
-        remedy = "raise its memory limit (the container's, or `ulimit -v`), or use less: smaller tensors, fewer groups"
-    elif isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         why = str(error)
         limits = "`ulimit -u` and `ulimit -v`, or the container's limits of processes and memory"
         remedy = f"raise {limits}, or make fewer groups"
@@ -45,11 +42,11 @@ def start_thread(thread: threading.Thread, rank: int | None = None) -> None:
         rank: this process's, in the group that the error is for.
 
     Raises:
-        TransportError: this process can have no more threads, or no memory for one.
+        TransportError: this process can have no more threads.
     """
     try:
         thread.start()
-    except (RuntimeError, MemoryError) as error:
+    except RuntimeError as error:
         exhausted = exhausted_error(error, rank, f"start the thread '{thread.name}'")
         if exhausted is None:
             raise

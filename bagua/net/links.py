@@ -481,7 +481,7 @@ def _promised(group: RegisteredGroup) -> Iterator[None]:
     """The peer believes that it is connected: an error of the block fails the group."""
     try:
         yield
-    except (BaguaError, RuntimeError, MemoryError) as error:
+    except (BaguaError, RuntimeError) as error:
         exhausted = exhausted_error(error, group.rank_here, "connect to others")
         if isinstance(error, BaguaError) or exhausted is not None:
             group.core.poison(exhausted or error)

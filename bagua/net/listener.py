@@ -108,7 +108,7 @@ class Listener:
         accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
             descriptors; it owns the socket and the descriptors, also when it raises.
         failed: called on the thread when an error of its own ends it, so that no group waits for connections in vain.
-        exhausted: called on the thread while no file descriptor or no memory is left for a connection; it may come
+        exhausted: called on the thread while no file descriptor is left for a connection; it may come
             again.
         works: called on the thread: whether this rank is at work, and not about to begin or to end. Only then is a
             connection that the other side ends in the middle of its handshake worth a warning: ranks that are

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <new>
 #include <thread>
 
 #include "csrc/bindings/convert.h"
@@ -18,8 +17,8 @@ namespace {
 // Set while a thread that ends operations calls back; what it would wait for, it would have to do itself.
 thread_local bool inside_callback = false;
 
-// A list of objects that nobody needs, which any thread adds to without a lock: one in the middle of that does not keep
-// a forked child from freeing them.
+// A list of objects that are no longer needed, which any thread adds to without a lock: one in the middle of that does
+// not keep a forked child from freeing them.
 struct Kept {
   PyObject* object;
   Kept* next = nullptr;
@@ -36,7 +35,7 @@ bool is_bagua_error(const py::object& exception) {
   return py::isinstance(exception, py::module_::import("bagua.errors").attr("BaguaError"));
 }
 
-// For C++ to keep: the function object is destroyed under the GIL, on whatever thread.
+// A Python function that C++ keeps: the function object is destroyed under the GIL, on whatever thread.
 std::shared_ptr<py::function> hold(py::function function) {
   return {new py::function(std::move(function)), [](py::function* f) {
             py::gil_scoped_acquire acquire;
@@ -69,7 +68,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) inline_call->interrupt(py::error_already_set());
 }
 
-// Calls Python from the thread that ends the operation. Nobody is there to catch what it raises: sys.unraisablehook.
+// Calls Python from the thread that ends the operation. Nothing is there to catch what it raises: sys.unraisablehook.
 std::function<void()> wrap_callback(py::function function) {
   const auto held = hold(std::move(function));
   return [held, adder = std::this_thread::get_id()] {
@@ -109,7 +108,6 @@ Communicator::Connector wrap_connector(py::function function) {
     try {
       (*held)(peer);
     } catch (py::error_already_set& raised) {
-      if (raised.matches(PyExc_MemoryError)) throw std::bad_alloc();
       if (inline_call != nullptr && !is_bagua_error(raised.value())) inline_call->interrupt(std::move(raised));
       throw from_python(raised.value());
     }

@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace bagua {
 namespace {
 
-// Of a codec's call: the values, and the message of their codes.
+// The memory of a codec's call: the values, and the message of their codes.
 void require_both(const Codec& codec, uintptr_t values, DType dtype, size_t numel, uintptr_t bytes, DType wire) {
   collectives::require_memory(codec.name(), {"tensor", pointer(values), numel, item_bytes(dtype)});
   collectives::require_memory(codec.name(), {"message", pointer(bytes), codec.wire_bytes(numel, wire), 1});

@@ -31,7 +31,7 @@ Argument argument(std::string_view name, uintptr_t address, size_t numel, DType 
   return {name, pointer(address), numel, item_bytes(dtype)};
 }
 
-// Of the collectives that work on one tensor.
+// The collectives that work on one tensor.
 void require_tensor(OperationKind kind, uintptr_t address, size_t numel, DType dtype) {
   collectives::require_memory(operation_name(kind), argument("tensor", address, numel, dtype));
 }
@@ -71,7 +71,7 @@ std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operat
   });
 }
 
-// Of error feedback: addresses of worker_in, worker_out, owner_in, owner_out, and their type.
+// The memory of error feedback: addresses of worker_in, worker_out, owner_in, owner_out, and their type.
 using FeedbackChoice = std::optional<std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int>>;
 
 collectives::Feedback use_feedback(Operation& operation, const FeedbackChoice& choice) {
@@ -98,9 +98,9 @@ collectives::InputSegments use_segments(const SegmentsChoice& choice, DType dtyp
   return collectives::InputSegments(std::move(segments));
 }
 
-// What an operation that is to look at its result does at its end. NaN and infinity of any rank are in every rank's
-// result. A codec makes NaN of whole blocks, so one element of each tells; but f16 may overflow where it is decoded, in
-// any element.
+// Looks at the result of an operation that is to report whether it is finite. NaN and infinity of any rank are in every
+// rank's result. A codec makes NaN of whole blocks, so one element of each tells; but f16 may overflow where it is
+// decoded, in any element.
 void look_at_result(Context& context, const void* data, size_t numel, DType dtype, const Codec* codec) {
   const size_t stride = codec != nullptr && dtype != DType::kF16 ? codec->block_numel() : 1;
   if (context.stream.is_cpu()) {

@@ -46,7 +46,7 @@ inline Stream chosen(const StreamChoice& stream) {
   return stream ? stream_from(std::get<0>(*stream), std::get<1>(*stream), std::get<2>(*stream)) : Stream{};
 }
 
-// By its name; throws InvalidArgument.
+// Finds it by its name; throws InvalidArgument.
 DeviceKind device_kind_from(const std::string& name);
 
 inline DType dtype_from(int code) {

@@ -1,4 +1,4 @@
-// Which devices there are. The tests hand over the runtime of the emulated one here: it is not part of the module.
+// The devices that there are. The tests hand over the runtime of the emulated one here: it is not part of the module.
 #include <string>
 #include <tuple>
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <optional>
 #include <utility>
 
@@ -16,7 +15,6 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
-#include "csrc/common/exhausted.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/nccl/nccl_library.h"
@@ -31,8 +29,8 @@ namespace {
 
 std::unique_ptr<Channel> over_pinned(Channel& host) { return std::make_unique<PinnedChannel>(host); }
 
-// Of all groups that are made from here on; changed with the GIL held. The library is opened by the first that needs
-// it.
+// The source of all groups that are made from here on; changed with the GIL held. The library is opened by the first
+// that needs it.
 std::shared_ptr<DeviceTransportSource>& nccl_source() {
   static std::shared_ptr<DeviceTransportSource> source = std::make_shared<nccl::NcclSource>();
   return source;
@@ -44,12 +42,9 @@ collectives::Thresholds thresholds_from(const std::map<std::string, size_t>& cha
   return thresholds;
 }
 
-// What has kept a group from being made: peers that come to it hear the cause.
+// Tells peers that come to a group why it could not be made, and returns the cause.
 Error refused(Error cause, const std::string& key, const std::shared_ptr<Process>& process) {
-  try {
-    if (process) process->refuse(key, abort_bytes(cause, {}));
-  } catch (const std::bad_alloc&) {  // they hear that this rank has not made it
-  }
+  if (process) process->refuse(key, abort_bytes(cause, {}));
   return cause;
 }
 
@@ -66,10 +61,8 @@ Group::Group(const std::string& name, const std::string& key, int rank, std::vec
   communicator->set_connector(wrap_connector(std::move(connector)));
   communicator->set_device_channels(over_pinned);
   communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
-  communicator->join_process(process, std::move(job_ranks), key);
+  communicator->liveness().join_process(process, std::move(job_ranks), key);
   engine_ = std::make_unique<Engine>(std::move(communicator), thresholds_from(thresholds));
-} catch (const std::bad_alloc&) {
-  throw refused(out_of_memory(rank), key, process);
 } catch (const Error& error) {
   if (error.kind() != ErrorKind::kTransport) throw;
   throw refused(of_rank(error, rank), key, process);
@@ -88,7 +81,7 @@ Group::~Group() {
 }
 
 void Group::attach_shm(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd) {
-  auto control = communicator().control(peer);  // which fetches the peer's segments
+  auto control = communicator().liveness().control(peer);  // which fetches the peer's segments
   if (!control) {
     for (const int fd : {ring_fd, doorbell_fd}) ::close(fd);
     throw Error(ErrorKind::kTransport, "rank " + std::to_string(peer) + " has no link to this rank", peer);
@@ -126,14 +119,8 @@ Engine::Place place_of(const Group::Submission& submission) {
 
 // Submits with `submit`, which lets go of the GIL. Nothing of Python's runs between that and the keeping.
 template <typename Submit>
-std::shared_ptr<Work> submit_and_keep(Communicator& communicator, const Group::Submission& submission, Submit submit) {
-  std::shared_ptr<Work> work;
-  try {
-    work = submit();
-  } catch (const std::bad_alloc&) {  // the peers wait for this operation, and later ones would be taken for it
-    communicator.poison(out_of_memory(communicator.rank()));
-    throw out_of_memory(communicator.rank());
-  }
+std::shared_ptr<Work> submit_and_keep(const Group::Submission& submission, Submit submit) {
+  std::shared_ptr<Work> work = submit();
   if (!work->is_completed()) work->keep(kept(std::get<3>(submission)), chosen(std::get<2>(submission)));
   free_dropped();
   return work;
@@ -147,14 +134,14 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, con
   const auto timeout = seconds(std::get<0>(submission));
   Engine::Place place = place_of(submission);
   if (!std::get<1>(submission) || !place.device.is_cpu()) {
-    return submit_and_keep(communicator(), submission, [&] {
+    return submit_and_keep(submission, [&] {
       py::gil_scoped_release release;
       return engine_->submit(operation, bytes, timeout, std::move(run), std::move(place));
     });
   }
   refuse_inside_handler();
   InlineCall call{communicator().rank(), std::nullopt};
-  auto work = submit_and_keep(communicator(), submission, [&] {
+  auto work = submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     const InlineCall::Scope scope(&call);
     return engine_->run_inline(operation, bytes, timeout, std::move(run), check_signals);
@@ -167,7 +154,7 @@ std::shared_ptr<Work> Group::send(int peer, const void* data, uint64_t bytes, co
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  return submit_and_keep(communicator(), submission, [&] {
+  return submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     return engine_->submit_send(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
   });
@@ -177,7 +164,7 @@ std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Op
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  return submit_and_keep(communicator(), submission, [&] {
+  return submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
   });
@@ -240,7 +227,7 @@ void bind_group(py::module_& m) {
            py::arg("same_host"), py::arg("thresholds"), py::arg("connector"), py::arg("process"),
            py::arg("device_transport") = "auto")
       .def_property_readonly(
-          "key", [](Group& g) { return g.communicator().key(); },
+          "key", [](Group& g) { return g.communicator().liveness().key(); },
           "By which the members' processes know the group: no other one of theirs has it, before or after.")
       .def("doorbell_fd", [](Group& g) { return g.communicator().doorbell().fd(); })
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("ring_fd"), py::arg("ring_bytes"),
@@ -254,14 +241,14 @@ void bind_group(py::module_& m) {
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
       .def("check",
            [](Group& g) {
-             if (!g.communicator().is_poisoned()) return;
+             if (!g.communicator().liveness().is_poisoned()) return;
              py::gil_scoped_release release;
-             g.communicator().throw_if_poisoned();
+             g.communicator().liveness().throw_if_poisoned();
            })
       .def(
           "note_unreachable",
           [](Group& g, int peer, const std::string& what, bool names_peer) {
-            g.communicator().note_unreachable(peer, what, names_peer);
+            g.communicator().liveness().note_unreachable(peer, what, names_peer);
           },
           py::arg("peer"), py::arg("what"), py::arg("names_peer"),
           "How far the connection to a peer has come, for the error at the deadline, and whether that names the peer.")
@@ -269,17 +256,17 @@ void bind_group(py::module_& m) {
           "doubt_unlinked",
           [](Group& g, int peer, double silence_s, const std::string& what) {
             const py::gil_scoped_release release;
-            g.communicator().doubt_unlinked(peer, seconds(silence_s), what);
+            g.communicator().liveness().doubt_unlinked(peer, seconds(silence_s), what);
           },
           py::arg("peer"), py::arg("silence_s"), py::arg("what"),
           "There is no way to a peer without a link for so long: asks the others, and fails with `what` or with whom "
           "they do not hear either. To be called again and again.")
-      .def_property_readonly("has_failed", [](Group& g) { return g.communicator().is_poisoned(); })
+      .def_property_readonly("has_failed", [](Group& g) { return g.communicator().liveness().is_poisoned(); })
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);
              py::gil_scoped_release release;
-             g.communicator().poison(cause);
+             g.communicator().liveness().poison(cause);
            })
       .def_property_readonly(
           "device_path", [](Group& g) { return g.communicator().device_path(); },

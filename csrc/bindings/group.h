@@ -28,7 +28,7 @@ class Group {
   Engine& engine() { return *engine_; }
   Communicator& communicator() { return engine_->communicator(); }
 
-  // Where there is a link to the peer's process. They own the descriptors from here on.
+  // These need a link to the peer's process. They own the descriptors from here on.
   void attach_shm(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd);
   void attach_tcp(int peer, const std::vector<int>& data_fds);
   // The caller moves the frames of the link that it gets.

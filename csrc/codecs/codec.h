@@ -3,8 +3,9 @@
 // Block-wise: a message is ceil(numel / block_numel()) blocks, the scale and the codes of one block stand
 // together, and only the last block of a message may be short. Wire size is a pure function of
 // (numel, dtype), so receivers post exact sizes, and a message can be cut at multiples of block_numel().
-// Finite input decodes to finite output within the codec's bound. A NaN or Inf makes its whole block
-// decode to NaN (never to ordinary numbers) and is counted by `encode`. Source and destination must not
+// A NaN or Inf makes its whole block decode to NaN (never to ordinary numbers) and is counted by `encode`; finite input
+// decodes to finite output within the codec's bound. A codec whose blocks are single elements is a cast: what overflows
+// becomes Inf, which is counted too, and Inf stays Inf. Source and destination must not
 // overlap; the byte side has no alignment; numel 0 is legal. The same bytes come out on CPU and CUDA.
 #pragma once
 
@@ -60,7 +61,7 @@ class Codec {
                                Stream stream) const = 0;
 };
 
-// What follows the name in "qsgd:bits=4".
+// The options that follow the name in "qsgd:bits=4".
 class CodecOptions {
  public:
   // Throws InvalidArgument for what is not name:option=value,option=value, and for an option given twice.
@@ -69,7 +70,7 @@ class CodecOptions {
   const std::string& name() const { return name_; }
   // The value of an option that is one of `allowed`, the first of which is the default.
   int one_of(std::string_view option, std::initializer_list<int> allowed);
-  // Throws InvalidArgument for an option that nobody has asked for.
+  // Throws InvalidArgument for an option that was not asked for.
   void check_all_known() const;
   // The specs of all combinations of the options that have been asked for, that of the defaults, the bare name, first.
   std::vector<std::string> all_specs() const;

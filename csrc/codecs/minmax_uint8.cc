@@ -8,12 +8,8 @@ namespace bagua {
 namespace {
 
 [[maybe_unused]] const bool registered = register_codec("minmax_uint8", [](CodecOptions&) {
-  return std::make_unique<BlockCodec>(
-      "minmax_uint8", 0,
-      BlockKernels{kernels::kMinmaxUint8BlockNumel, kernels::minmax_uint8_wire_bytes,
-                   without_rng(kernels::minmax_uint8_encode), kernels::minmax_uint8_decode,
-                   kernels::minmax_uint8_decode_add, without_rng(kernels::minmax_uint8_encode_with_residual),
-                   without_rng(kernels::minmax_uint8_reduce_encode)});
+  return std::make_unique<BlockCodec>("minmax_uint8", 0, kernels::kMinmaxUint8, 0,
+                                      [](size_t numel, int) { return kernels::minmax_uint8_wire_bytes(numel); });
 });
 
 }  // namespace

@@ -8,11 +8,8 @@ namespace bagua {
 namespace {
 
 [[maybe_unused]] const bool registered = register_codec("onebit", [](CodecOptions&) {
-  return std::make_unique<BlockCodec>(
-      "onebit", 0,
-      BlockKernels{kernels::kOnebitBlockNumel, kernels::onebit_wire_bytes, without_rng(kernels::onebit_encode),
-                   kernels::onebit_decode, kernels::onebit_decode_add,
-                   without_rng(kernels::onebit_encode_with_residual), without_rng(kernels::onebit_reduce_encode)});
+  return std::make_unique<BlockCodec>("onebit", 0, kernels::kOnebit, 0,
+                                      [](size_t numel, int) { return kernels::onebit_wire_bytes(numel); });
 });
 
 }  // namespace

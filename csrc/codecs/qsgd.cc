@@ -3,6 +3,8 @@
 // 1). The arithmetic is in csrc/kernels/qsgd.h.
 #include "csrc/kernels/qsgd.h"
 
+#include <bit>
+
 #include "csrc/codecs/block_codec.h"
 
 namespace bagua {
@@ -10,16 +12,9 @@ namespace {
 
 [[maybe_unused]] const bool registered = register_codec("qsgd", [](CodecOptions& options) {
   const int bits = options.one_of("bits", {8, 4, 2});
-  return std::make_unique<BlockCodec>(
-      "qsgd",
-      bits == 8   ? 0
-      : bits == 4 ? 1
-                  : 2,
-      BlockKernels{kernels::kQsgdBlockNumel, [bits](size_t numel) { return kernels::qsgd_wire_bytes(numel, bits); },
-                   std::bind_front(kernels::qsgd_encode, bits), std::bind_front(kernels::qsgd_decode, bits),
-                   std::bind_front(kernels::qsgd_decode_add, bits),
-                   std::bind_front(kernels::qsgd_encode_with_residual, bits),
-                   std::bind_front(kernels::qsgd_reduce_encode, bits)});
+  return std::make_unique<BlockCodec>("qsgd",
+                                      3 - std::countr_zero(static_cast<unsigned>(bits)),  // 8 is 0, 2 is 2
+                                      kernels::kQsgd, bits, kernels::qsgd_wire_bytes);
 });
 
 }  // namespace

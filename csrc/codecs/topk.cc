@@ -12,13 +12,8 @@ namespace {
 
 [[maybe_unused]] const bool registered = register_codec("topk", [](CodecOptions& options) {
   const int k = options.one_of("k", {32, 8, 16, 64, 128, 256});
-  return std::make_unique<BlockCodec>(
-      "topk", std::countr_zero(static_cast<unsigned>(k)) - 3,  // 8 is 0, 256 is 5
-      BlockKernels{kernels::kTopkBlockNumel, [k](size_t numel) { return kernels::topk_wire_bytes(numel, k); },
-                   without_rng(std::bind_front(kernels::topk_encode, k)), std::bind_front(kernels::topk_decode, k),
-                   std::bind_front(kernels::topk_decode_add, k),
-                   without_rng(std::bind_front(kernels::topk_encode_with_residual, k)),
-                   without_rng(std::bind_front(kernels::topk_reduce_encode, k))});
+  return std::make_unique<BlockCodec>("topk", std::countr_zero(static_cast<unsigned>(k)) - 3,  // 8 is 0, 256 is 5
+                                      kernels::kTopk, k, kernels::topk_wire_bytes);
 });
 
 }  // namespace

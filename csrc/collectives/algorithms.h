@@ -11,7 +11,7 @@
 
 namespace bagua::collectives {
 
-// Who uses which slot of Context::workspace. An algorithm may assume that the ones it calls (exchange_buffers,
+// The slots of Context::workspace, by their user. An algorithm may assume that the ones it calls (exchange_buffers,
 // barrier) touch only kTables.
 enum WorkspaceSlot : int {
   kReceived = 0,       // raw chunks that have arrived and are not yet reduced
@@ -41,7 +41,7 @@ void require_splits(const GroupView& group, const std::vector<size_t>& input_spl
 // The same, among some of the ranks.
 Context among(Context& context, const std::vector<int>& members);
 
-// What the selector is to know; `bytes` is what it counts. Looks at shared memory only where the choice depends on it.
+// Makes the selector's question; `bytes` is what it counts. Looks at shared memory only where the choice depends on it.
 Reach reach_of(const Context& context, size_t bytes, OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum);
 
 // Whether neighbours with these weights are all `size` ranks, equally.
@@ -64,7 +64,8 @@ size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType d
 // Need GroupView::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
-// What every rank offers as staging: it depends on the group alone, so that a group's staging block hardly ever moves.
+// The size of the staging that every rank offers: it depends on the group alone, so that a group's staging block hardly
+// ever moves.
 size_t staging_bytes(const GroupView& group);
 // staged_all_reduce once the staging blocks are known.
 void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,

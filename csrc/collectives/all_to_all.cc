@@ -1,5 +1,5 @@
-// all_to_all: pairwise exchange. In step s every rank sends to rank + s and receives from rank - s, so nobody
-// is everybody's target at once. n-1 steps, of which a bounded number is under way; every byte is sent
+// all_to_all: pairwise exchange. In step s every rank sends to rank + s and receives from rank - s, so no rank
+// is every rank's target at once. n-1 steps, of which a bounded number is under way; every byte is sent
 // once; no workspace.
 
 #include "csrc/collectives/algorithms.h"

@@ -1,5 +1,5 @@
-// What callers may hand to a collective: memory that is there, and outputs that share nothing with inputs but where the
-// collective is in place. Checked before an operation is submitted, so that a mistake stays its caller's own.
+// Checks of what callers hand to a collective: memory that is there, and outputs that share nothing with inputs but
+// where the collective is in place. Checked before an operation is submitted, so that a mistake stays its caller's own.
 //
 // In place means the natural block: the output of reduce_scatter and of scatter's root may be this rank's block of the
 // input, the input of all_gather and of gather's root this rank's block of the output. Nothing else may overlap.

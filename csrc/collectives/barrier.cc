@@ -1,4 +1,4 @@
-// barrier. Among few ranks everybody sends everybody a note, 1 step, so that nobody is woken twice: on a host with
+// barrier. Among few ranks every rank sends every rank a note, 1 step, so that no rank is woken twice: on a host with
 // more ranks than cores, waking up is what costs. Among more a dissemination: in round s every rank sends a note to
 // rank + 2^s and waits for one from rank - 2^s, ceil(log2 n) steps. No bytes. Source of the latter: Hensgen, Finkel,
 // Manber, "Two algorithms for barrier synchronization", 1988.

@@ -23,7 +23,7 @@
 
 namespace bagua {
 
-// What a collective works with besides its arguments.
+// The surroundings that a collective works with besides its arguments.
 struct Context {
   GroupView group;
   Workspace& workspace;       // of the stream's device
@@ -35,13 +35,13 @@ struct Context {
 
   size_t chunk_scale() const { return stream.is_cpu() ? 1 : thresholds.device_chunk_scale; }
 
-  // What an operation that was to look at its result has found: at its end on the CPU; on a device `num_nonfinite`, in
-  // pinned memory, once everything that it enqueued is done.
+  // Results of an operation that looked whether its result is finite: at its end on the CPU; on a device
+  // `num_nonfinite`, in pinned memory, once everything that it enqueued is done.
   std::optional<bool> is_result_finite = {};
   uint64_t* num_nonfinite = nullptr;
   bool counts_nonfinite = false;
 
-  // Of a device: at least so many bytes of pinned memory, until the next operation's.
+  // Returns, on a device, at least so many bytes of pinned memory, until the next operation's.
   std::function<void*(size_t bytes)> pinned = {};
 };
 
@@ -56,7 +56,7 @@ struct Feedback {
   const void* owner_in = nullptr;  // of the reduced stripe that this rank owns: owned_stripe
   void* owner_out = nullptr;
   DType dtype = DType::kF32;  // of all four; f32 or bf16
-  // Of the operation, and so equal on all ranks; one that encodes nothing has no residuals.
+  // The operation's, and so equal on all ranks; one that encodes nothing has no residuals.
   bool is_asked_for = worker_out != nullptr;
 
   bool is_on() const { return worker_out != nullptr; }

@@ -2,7 +2,7 @@
 //
 // encode -> all-to-all of stripes -> decode and add in f32 in rank order (AVG: times 1/n in f32) -> encode the
 // own stripe -> all-gather -> decode. 2 steps, 2(n-1)/n * C bytes sent per rank, C the size of the codes.
-// Consistency: the own contribution passes through the codec too, and everybody, the owner of a stripe
+// Consistency: the own contribution passes through the codec too, and every rank, the owner of a stripe
 // too, takes the decoded value, so all ranks end bit-equal.
 //
 // With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
@@ -173,7 +173,7 @@ void CompressedAllReduce::post_contributions(size_t k) {
     const size_t from = (rank_ + size_ - step) % size_;
     requests_.recv(slot(k, kRecvContribution, from), static_cast<int>(from), received(k, from), my_bytes);
   }
-  // Each stripe leaves as soon as it is encoded; the own one, which nobody waits for, comes last.
+  // Each stripe leaves as soon as it is encoded; the own one, which no rank waits for, comes last.
   for (size_t step = 1; step < size_; ++step) {
     const size_t to = (rank_ + step) % size_;
     encode_contribution(k, to, sent(k, to));

@@ -34,8 +34,8 @@ class DifferenceRing {
   }
 
  private:
-  // The own part passes through the codec too, like everybody's who keeps a replica of it. It comes last: by then the
-  // neighbours' are taken in, and the weights can be renewed.
+  // The own part passes through the codec too, as that of every rank does that keeps a replica of it. It comes last: by
+  // then the neighbours' are taken in, and the weights can be renewed.
   ExchangeOptions options() {
     ExchangeOptions options{data_, DType::kF32, &codec_, {}, {}, /*same_for_all=*/true};
     options.prepare = [this](Range chunk) { return difference(chunk); };

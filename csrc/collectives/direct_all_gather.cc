@@ -2,7 +2,7 @@
 //
 // Every rank copies all blocks from their owners' memory into its output. Steps: one exchange of addresses,
 // the copies, a barrier. Bytes through memory per rank: n*b read and written, for blocks of b. An input that
-// is its own block of the output is legal: nobody writes there.
+// is its own block of the output is legal: no rank writes there.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"

@@ -4,7 +4,7 @@
 // in rank order and cache-sized blocks (kernels::reduce_many): nothing is copied, each element is read
 // once per rank and written once per rank. Steps: one exchange of addresses, the reduction, a barrier. Bytes
 // through memory per rank: B read, B written; f16 and bf16 add in f32 and round once.
-// Bit-equal because the owner of a stripe writes the same value to everybody.
+// Bit-equal because the owner of a stripe writes the same value to every rank.
 //
 // If a rank fails after the exchange, a peer may go on writing into its buffer until it notices: the buffer's
 // contents are lost then, as with every failed collective; its pages stay mapped as long as the peer needs.

@@ -1,6 +1,6 @@
 // Direct broadcast: ranks of one host, the root's data in shared memory.
 //
-// The root tells everybody where its data lies, or that it is ordinary memory; the others copy it and say
+// The root tells every rank where its data lies, or that it is ordinary memory; the others copy it and say
 // that they are done, after which the root may return. 2 steps; B bytes read and written per rank.
 #include <cstring>
 

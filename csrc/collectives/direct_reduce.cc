@@ -1,6 +1,6 @@
 // Direct reduce: ranks of one host whose buffers lie in shared memory.
 //
-// As direct_all_reduce.cc, but every rank writes the stripe that it has reduced to the root only. Steps: one
+// The same as direct_all_reduce.cc, but every rank writes the stripe that it has reduced to the root only. Steps: one
 // exchange of addresses, the reduction, a barrier. Bytes through memory per rank: B read, B/n written.
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/chunking.h"
@@ -23,7 +23,7 @@ bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, Redu
     const EventSpan span(context.events, EventKind::kReduce, mine.numel * item);
     kernels::reduce_many(op, dtype, shared.sources, group.size(), &destination, 1, mine.numel, context.stream);
   }
-  // Of this rank's buffer the peers have read their stripes; its own stripe's result went to the root.
+  // The peers have read their stripes of this rank's buffer; its own stripe's result went to the root.
   const bool is_root = group.rank() == root;
   const size_t others = numel - mine.numel;
   group.count_moved((others + (is_root ? 0 : mine.numel)) * item,

@@ -68,7 +68,7 @@ void PairwiseExchange::post(size_t k) {
   }
 }
 
-// What the target is sent; encodes it unless that has been done.
+// Returns what the target is sent; encodes it unless that has been done.
 const void* PairwiseExchange::outgoing(size_t k, size_t target) {
   const Range range = chunk(options_.targets[target], k);
   if (options_.codec == nullptr) return at(options_.input, range.begin, item_bytes(options_.dtype));

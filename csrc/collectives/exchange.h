@@ -29,7 +29,8 @@ struct ExchangeOptions {
   std::vector<PeerRange> targets;
   std::vector<PeerRange> sources;
   bool same_for_all = false;  // all targets get the same range, which is encoded once
-  // Where set, the values to encode: called once per chunk of `input`, which it may read; valid until the next call.
+  // Gives, where set, the values to encode: called once per chunk of `input`, which it may read; valid until the next
+  // call.
   std::function<const void*(Range chunk)> prepare = {};
 };
 

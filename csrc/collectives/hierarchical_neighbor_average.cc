@@ -4,7 +4,7 @@
 // Nodes may have different numbers of ranks. Of the topology's weights w_kl between nodes k and l of n_k and n_l ranks,
 // m the smallest number, it takes w_kl m / n_k for l != k and the rest for k itself. That keeps equal values as they
 // are, and since n_k (w_kl m / n_k) = m w_kl, whose sums over k are those of a doubly stochastic matrix, also the mean
-// over all ranks. Where everybody averages with everybody it is a hierarchical all_reduce, the exact mean.
+// over all ranks. Where every rank averages with every rank it is a hierarchical all_reduce, the exact mean.
 // Source: section 3.3 of arXiv 2107.01499.
 #include "csrc/collectives/algorithms.h"
 

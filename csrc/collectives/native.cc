@@ -1,5 +1,5 @@
 // Collectives that a device transport does by itself, all ranks together and at full precision (NCCL's). Steps, bytes
-// and the order of a sum are its own; it enqueues them on the operation's stream, and nobody waits.
+// and the order of a sum are its own; it enqueues them on the operation's stream, and no rank waits.
 #include "csrc/collectives/algorithms.h"
 
 namespace bagua::collectives {

@@ -2,10 +2,10 @@
 // w_ij x_j, the neighbours' values as they are or through a codec; the own ones always as they are.
 //
 // 1 step; the tensor (its codes) to every target, in chunks (exchange.h). Neighbours are added in the order of
-// their ranks, in f64, and rounded once (kernels/weighted_sum.h). Where everybody averages with everybody at full
+// their ranks, in f64, and rounded once (kernels/weighted_sum.h). Where every rank averages with every rank at full
 // precision it is an all_reduce, whose bytes do not grow with n, and which adds f32 in f32.
 //
-// Who the neighbours are is decided elsewhere (rust_core/src/topology.rs): this file only takes their weights.
+// The neighbours are decided elsewhere (rust_core/src/topology.rs): this file only takes their weights.
 #include <string>
 
 #include "csrc/collectives/exchange.h"

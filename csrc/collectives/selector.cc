@@ -21,9 +21,10 @@ constexpr size_t kMinRingChunkBytes = 32 * KiB, kMaxRingChunkBytes = 512 * KiB;
 constexpr size_t kMinStripeChunkBytes = 16 * KiB, kMaxStripeChunkBytes = 512 * KiB;
 constexpr size_t kStripeWorkspaceBytes = 4 * MiB;
 constexpr size_t kMinCodecChunkNumel = 8 * KiB, kMaxCodecChunkNumel = 128 * KiB;
-// Of a round, in which every rank waits for all others twice: on hosts that share two cores that takes 0.4 to 1 ms, and
-// codes of 4 bits are on a wire of 1 Gbit/s for 0.26 ms per 64 Ki elements. From 1 Mi elements on, rounds are smaller
-// again, so that the workspace is no larger than the codes of the tensor; below it is three times that at most.
+// The least elements of a round, in which every rank waits for all others twice: on hosts that share two cores that
+// takes 0.4 to 1 ms, and codes of 4 bits are on a wire of 1 Gbit/s for 0.26 ms per 64 Ki elements. From 1 Mi elements
+// on, rounds are smaller again, so that the workspace is no larger than the codes of the tensor; below it is three
+// times that at most.
 constexpr size_t kMinRoundChunkNumel = 64 * KiB, kFewRoundsNumel = MiB;
 // The codes under way are about six chunks for every rank: at 8 bits 3 MiB at most, however large the tensor.
 constexpr size_t kCodecRoundNumel = 512 * KiB;

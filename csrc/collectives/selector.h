@@ -1,5 +1,5 @@
-// Which algorithm runs (by the thresholds.h), and in what chunks. Pure functions of what all ranks know alike, so that
-// all ranks choose alike.
+// The choice of the algorithm (by the thresholds.h) and of the chunks. Pure functions of what all ranks know alike, so
+// that all ranks choose alike.
 #pragma once
 
 #include <cstddef>
@@ -50,7 +50,7 @@ Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size, size_t sc
 Chunks codec_chain_chunks(size_t numel, size_t block_numel, size_t scale);
 // Depends on nothing that differs between two ranks that exchange ranges.
 size_t exchange_chunk_numel(size_t block_numel, int size, size_t scale);
-// Of the whole tensor, not of a stripe.
+// The size of the whole tensor, not of a stripe.
 Chunks staged_chunks(size_t numel, size_t item);
 
 // How many chunks beyond the current one a ring or a chain has under way.

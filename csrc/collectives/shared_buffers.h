@@ -1,4 +1,4 @@
-// How ranks of one host come to read and write each other's buffers: everybody tells everybody where its
+// How ranks of one host come to read and write each other's buffers: every rank tells every rank where its
 // buffer lies in shared memory, or that it does not, so that all ranks know alike what is possible.
 //
 // Lifetime: between exchange_buffers and the last use of a peer's memory the peer must stay inside the

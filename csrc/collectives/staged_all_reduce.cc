@@ -3,7 +3,7 @@
 // The tensor moves chunk by chunk through slots of shared staging memory, small enough to stay in cache. In a
 // chunk, rank j owns stripe j. Iteration k of every rank: copy the others' stripes of chunk k into the own
 // slot; reduce the own stripe of chunk k-lag from the own data and the peers' slots, into the own data and
-// the own slot; copy the peers' stripes of chunk k-2*lag out of their slots; tell everybody "I have done k"
+// the own slot; copy the peers' stripes of chunk k-2*lag out of their slots; tell every rank "I have done k"
 // (a note). An iteration begins when all peers have done iteration k-lag. One note per peer and chunk; bytes
 // through memory per rank: B (n-1)/n in, B read, B written.
 //
@@ -67,12 +67,12 @@ class StagedAllReduce {
     const size_t begin = std::min(within.begin, chunk.numel);
     return {chunk.begin + begin, std::min(within.numel, chunk.numel - begin)};
   }
-  // Where the stripe of `owner` lies in a rank's slot for chunk k.
+  // The offset of the stripe of `owner` in a rank's slot for chunk k.
   uint8_t* staged(size_t k, size_t rank, size_t owner) const {
     return shared_.at[rank] + k % kNumSlots * slot_bytes(size_) + owner * stripe_stride_ * item_;
   }
 
-  // Of every stripe but the own the peers read the values here; of the own one they read the result.
+  // The peers read the values of every stripe but the own here; of the own one they read the result.
   void count_moved() const {
     size_t mine = 0;
     for (size_t k = 0; k < chunks_.count; ++k) mine += stripe(k, rank_).numel;

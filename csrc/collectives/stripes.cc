@@ -52,7 +52,7 @@ bool StripeReduction::receives_results() const { return sends_results_to(rank_);
 
 void StripeReduction::post_contributions(size_t k) {
   const size_t my_bytes = chunk(rank_, k).numel * item_;
-  // Starting after the own rank spreads the load: not everybody begins with rank 0.
+  // Starting after the own rank spreads the load: not every rank begins with rank 0.
   for (size_t step = 1; step < size_; ++step) {
     const size_t from = (rank_ + size_ - step) % size_;
     requests_.recv(slot(k, kRecvContribution, from), static_cast<int>(from), received(k, from), my_bytes);

@@ -1,4 +1,4 @@
-// Reduction by stripes: rank j owns the j-th of n stripes, receives everybody's values for it, reduces them
+// Reduction by stripes: rank j owns the j-th of n stripes, receives every rank's values for it, reduces them
 // in rank order in one go (f16 and bf16 in f32, rounded once) and hands the result on. It is the two-shot
 // all_reduce, the large reduce and the small reduce_scatter, which differ in who gets the results.
 //

@@ -1,5 +1,6 @@
-// Where memory lies and what orders the work on it. On the CPU a stream means "now, on the calling thread"; on a device
-// it is a queue, whose handle may be null: CUDA's default stream is. So ask for the kind, never for the handle.
+// A device is where memory lies, a stream orders the work on it. On the CPU a stream means "now, on the calling
+// thread"; on a device it is a queue, whose handle may be null: CUDA's default stream is. So ask for the kind, never
+// for the handle.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// Doorbell: where one worker thread sleeps and everybody who has something for it rings, also from other
+// Doorbell: where one worker thread sleeps and every thread that has something for it rings, also from other
 // processes (the words live in a memfd that same-host peers map, unless there are none).
 //
 // Order: the sleeper sets `sleepers`, looks once more for work, then waits for `epoch` to change. The
 // ringer publishes its work, then looks at `sleepers`. Both use sequentially consistent fences, so at
-// least one of them sees the other; no ring is lost, and a ring that nobody waits for costs one load.
+// least one of them sees the other; no ring is lost, and a ring that no thread waits for costs one load.
 #pragma once
 
 #include <atomic>

@@ -14,7 +14,7 @@ namespace bagua {
 
 enum class ErrorKind {
   kInvalidArgument,   // the caller's mistake; nothing was sent
-  kTransport,         // a connection or a shared segment failed, or descriptors, threads or memory have ended
+  kTransport,         // a connection or a shared segment failed, or descriptors or threads have ended
   kDeadlineExceeded,  // a peer did not do its part in time
   kAborted,           // the group was destroyed or poisoned locally
   kRemote,            // another rank reported the first cause
@@ -47,5 +47,10 @@ class Error : public std::runtime_error {
   std::string operation_;
   std::vector<int> ranks_;  // empty: rank_, if that is one
 };
+
+// Returns the same error, naming `rank` where it names none.
+inline Error of_rank(const Error& error, int rank) {
+  return error.rank() >= 0 ? error : Error(error.kind(), error.what(), rank, error.operation());
+}
 
 }  // namespace bagua

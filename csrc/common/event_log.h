@@ -1,4 +1,4 @@
-// What the worker thread did when: spans with nanosecond clocks in rings of bounded size, cheap enough to stay on.
+// A log of what the worker thread did: spans with nanosecond clocks in rings of bounded size, cheap enough to stay on.
 // Written by the group's worker, read from any thread; a reader may miss spans that are older than the ring, never sees
 // a torn one. Operations have a ring of their own, so that the many parts of one under a codec drive no other out.
 // Spans without memory for their ring are not kept, and count as lost: no operation fails for want of it.
@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <new>
 #include <utility>
 #include <vector>
 
@@ -34,8 +33,8 @@ class EventLog {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   }
-  // Which Work the following spans belong to. On a device the host only enqueues arithmetic, and what that takes says
-  // nothing of the work: such spans are not kept.
+  // Sets the Work that the following spans belong to. On a device the host only enqueues arithmetic, and what that
+  // takes says nothing of the work: such spans are not kept.
   void set_ticket(uint64_t ticket, bool is_on_device = false) {
     ticket_ = ticket;
     is_on_device_ = is_on_device;
@@ -80,7 +79,8 @@ class EventLog {
     return events;
   }
 
-  // Of operations, and of their parts: those of operations that began later than this are all there; 0 if none is lost.
+  // The times since when spans of operations, and of their parts, are complete: those of operations that began later
+  // than this are all there; 0 if none is lost.
   std::pair<int64_t, int64_t> kept_since_ns() {
     std::lock_guard lock(mutex_);
     return {operations_.lost_until_ns, parts_.lost_until_ns};
@@ -95,12 +95,12 @@ class EventLog {
     const size_t capacity;
     std::vector<Event> events;
     size_t oldest = 0;
-    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared, or had no memory
+    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared
 
     void add(const Event& event) {
-      if (!has_memory()) {
-        lost_until_ns = std::max(lost_until_ns, event.end_ns);
-        return;
+      if (events.capacity() < capacity) {  // all of it with the first span: what grows for hours looks like a leak
+        events.resize(capacity);
+        events.clear();
       }
       if (events.size() < capacity) {
         events.push_back(event);
@@ -109,17 +109,6 @@ class EventLog {
       lost_until_ns = std::max(lost_until_ns, events[oldest].end_ns);
       events[oldest] = event;
       oldest = (oldest + 1) % capacity;
-    }
-    // All of it with the first span: what grows for hours looks like a leak.
-    bool has_memory() {
-      if (events.capacity() >= capacity) return true;
-      try {
-        events.resize(capacity);
-      } catch (const std::bad_alloc&) {
-        return false;
-      }
-      events.clear();
-      return true;
     }
     std::vector<Event> in_order(int64_t after_ns) const {
       std::vector<Event> ordered;

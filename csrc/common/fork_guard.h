@@ -1,9 +1,9 @@
-// What a forked child (a DataLoader worker, say) must not do with what it inherits from a rank.
+// A guard for what a forked child (a DataLoader worker, say) inherits from a rank and must not use.
 //
 // It must not keep the rank's connections open: the peers would take a killed rank for a living one until
 // the child ends. So every descriptor of the core is a Descriptor, and a pthread_atfork handler closes them
 // all in the child. And it must not use the rank's objects: the threads that serve them do not exist there,
-// their locks may be held for good, and their descriptor numbers may be somebody else's by now. So owners
+// their locks may be held for good, and their descriptor numbers may be another owner's by now. So owners
 // compare process_generation() with the one they were made in, and leave a parent's objects alone.
 #pragma once
 

@@ -47,7 +47,8 @@ struct Operation {
 };
 static_assert(sizeof(Operation) == 24);
 
-// Of `variant`: of an all_reduce and of neighbor_average, which counts its steps in the other bits; of an all_reduce.
+// Bits of `variant`: of an all_reduce and of neighbor_average, which counts its steps in the other bits; of an
+// all_reduce.
 inline constexpr uint32_t kHierarchical = 1u << 31;
 inline constexpr uint32_t kWithFeedback = 1u;
 

@@ -5,7 +5,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <string>
 
 #include <sys/epoll.h>
@@ -13,7 +12,7 @@
 #include <unistd.h>
 
 #include "csrc/common/error.h"
-#include "csrc/common/exhausted.h"
+#include "csrc/common/thread.h"
 
 namespace bagua {
 
@@ -118,12 +117,7 @@ void Reactor::run() {
 void Reactor::call(uint64_t id, void (Handler::*what)()) {
   const auto found = entries_.find(id);
   if (found == entries_.end()) return;
-  Handler& handler = *found->second.handler;
-  try {
-    (handler.*what)();
-  } catch (const std::bad_alloc&) {  // which would end the process: nobody waits for this thread
-    handler.on_exhausted();
-  }
+  (found->second.handler->*what)();
 }
 
 int Reactor::until_tick_ms() {

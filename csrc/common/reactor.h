@@ -26,8 +26,6 @@ class Reactor {
     virtual void on_ready() = 0;
     // At the intervals that add() was given, or later on a busy machine.
     virtual void on_tick() {}
-    // One of the two has thrown: there was no memory for it. What it has done by then is not known.
-    virtual void on_exhausted() noexcept = 0;
   };
 
   // The process-wide instance, started on first use. Shared by its users: the last one to let go joins the thread.

@@ -50,13 +50,13 @@ class SegmentRegistry {
   void expose(uint64_t id);
   void conceal(uint64_t id, bool isolates);
 
-  // Of memory that peers may map.
+  // The registry of memory that peers may map.
   std::optional<Address> find(const void* data, size_t bytes) const;
   struct Handle {
     Descriptor fd;  // a duplicate; empty when the process has no descriptor left
     uint64_t bytes;
   };
-  // For handing to a peer; nothing when the segment has been released in the meantime.
+  // Returns a descriptor to hand to a peer; nothing when the segment has been released in the meantime.
   std::optional<Handle> duplicate(uint64_t id) const;
 
   // `on_release(segment)` runs in the thread that releases. Returns a token for unsubscribe.

@@ -7,7 +7,7 @@
 namespace bagua {
 namespace {
 
-// Of a rank that waits: who waits for a message has no operation.
+// Describes a rank that waits: one that waits for a message has no operation.
 std::string waiting_text(const Operation& operation) {
   return operation.kind == OperationKind::kNone ? "a send or recv" : describe(operation);
 }

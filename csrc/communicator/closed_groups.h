@@ -1,4 +1,4 @@
-// Which groups a process has closed, for peers that ask about them late.
+// The groups that a process has closed, for peers that ask about them late.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class ClosedGroups {
     if (abort) aborts_.emplace(hash, *std::move(abort));
   }
 
-  // Of one that is opened again.
+  // Forgets one that is opened again.
   void erase(const std::string& key) {
     const uint64_t hash = hash_of(key);
     std::erase(hashes_, hash);

@@ -1,17 +1,14 @@
-// Who is connected, what is under way, how the worker waits for it (spins, sleeps on the doorbell, asks now and then),
-// and the first cause; see communicator.h. What peers do meanwhile, and whom to name when one is late, is in
-// peer_liveness.cc.
+// Connections, what is under way, and how the worker waits for it (spins, sleeps on the doorbell, asks now and then),
+// see communicator.h.
 #include "csrc/communicator/communicator.h"
 
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include <sched.h>
 
-#include "csrc/common/exhausted.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/communicator/control_link.h"
 
@@ -21,7 +18,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// Nobody sleeps longer than this without looking at the deadline and at the poison.
+// No thread sleeps longer than this without looking at the deadline and at the poison.
 constexpr nanoseconds kMaxSleep = milliseconds(100);
 // After a peer has left, how long what it sent before may take to arrive.
 constexpr nanoseconds kDepartureGrace = milliseconds(300);
@@ -33,9 +30,9 @@ constexpr nanoseconds kFirstRequestDelay = milliseconds(500);
 constexpr nanoseconds kMaxRequestInterval = milliseconds(8000);
 // How long a device transport may take to end where nothing went wrong.
 constexpr std::chrono::seconds kCloseLimit{3};
-// Up to this many ranks everybody sends everybody a note.
+// Up to this many ranks every rank sends every rank a note.
 constexpr int kMaxPairwiseNotes = 8;
-// How soon to look again where a device works, which rings for nobody.
+// How soon to look again where a device works, which rings no bell.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
@@ -57,28 +54,17 @@ inline void pause_cpu() {
 }  // namespace
 
 Communicator::Communicator(int rank, int size, std::string name, std::chrono::microseconds spin, bool rings_here_only)
-    : ranks_{rank, size, std::move(name), {}}, spin_(spin), doorbell_(std::make_unique<Doorbell>(rings_here_only)) {
+    : spin_(spin),
+      doorbell_(std::make_unique<Doorbell>(rings_here_only)),
+      liveness_(rank, size, std::move(name), *doorbell_) {
   for (int i = 0; i < size; ++i) peers_.push_back(std::make_unique<Peer>());
 }
 
 Communicator::~Communicator() {
-  leave_process();
-  for (auto& peer : peers_) {
-    if (peer->control) peer->control->stop();
-  }
+  liveness_.leave_process();
+  liveness_.stop_links();
   peers_.clear();
   release_staging();
-}
-
-// Where there is no memory to tell why, who asks hears that it has left.
-void Communicator::leave_process() {
-  if (!process_) return;
-  std::optional<std::vector<uint8_t>> abort;
-  try {
-    abort = report();
-  } catch (const std::bad_alloc&) {
-  }
-  process_->remove(this, std::move(abort));
 }
 
 void Communicator::release_staging() {
@@ -86,16 +72,16 @@ void Communicator::release_staging() {
   staging_bytes_ = 0;
 }
 
-void Communicator::join_process(std::shared_ptr<Process> process, std::vector<int> job_ranks, std::string key) {
-  ranks_.job_ranks = std::move(job_ranks);
-  key_ = std::move(key);
-  process_ = std::move(process);
-  if (process_) process_->add(this);
+void Communicator::set_connector(Connector connector) {
+  connector_ = std::move(connector);
+  liveness_.set_dial([this](int peer) {
+    peers_[static_cast<size_t>(peer)]->is_wanted.store(true, std::memory_order_relaxed);
+    connector_(peer);
+  });
 }
 
 void Communicator::begin(const Operation& operation, Deadline deadline, Interrupt interrupt, Stream stream) {
-  throw_if_poisoned();
-  if (process_) process_->forget_failure();  // who begins something has got over it
+  liveness_.begin(operation);
   operation_ = operation;
   deadline_ = deadline;
   interrupt_ = std::move(interrupt);
@@ -103,12 +89,8 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
   last_interrupt_check_ = Deadline::Clock::now();
   if (!has_messages_) deactivate_all();
   has_messages_ = has_messages_ || operation.kind == OperationKind::kPointToPoint;
-  {
-    std::lock_guard lock(mutex_);
-    status_.operation = operation;
-  }
   // Messages of two ranks stay on the channels: a device transport would hold up all others until both have come.
-  if (!stream.is_cpu() && device_path_ && ranks_.size > 1 && operation.kind != OperationKind::kPointToPoint) {
+  if (!stream.is_cpu() && device_path_ && size() > 1 && operation.kind != OperationKind::kPointToPoint) {
     over_ = device_path_->enter(stream);
   }
 }
@@ -118,14 +100,7 @@ void Communicator::end() {
   over_ = nullptr;
   if (device_path_) device_path_->leave(stream_);
   conceal(false);
-  std::lock_guard lock(mutex_);
-  if (operation_.sequence != 0) status_.last_finished = operation_;
-  status_.operation = operation_ = Operation{};
-  waiting_for_.store(-1, std::memory_order_relaxed);
-  // What peers have freed while the operation ran; outside of operations on_released does it at once.
-  for (auto& peer : peers_) {
-    if (peer->control) peer->control->unmap_released();
-  }
+  liveness_.end(std::exchange(operation_, Operation{}));
 }
 
 Channel& Communicator::channel_for(Request* request, int peer) {
@@ -201,7 +176,7 @@ void Communicator::send_recv(int to, const void* data, size_t bytes, int from, v
 template <typename Ready>
 void Communicator::wait_until(int peer, Ready ready) {
   const auto begin = Deadline::Clock::now();
-  now_waiting_for(peer, begin);
+  liveness_.now_waiting_for(peer, begin);
   const nanoseconds spin = interrupt_ && spin_.count() > 0 ? std::max<nanoseconds>(spin_, kYieldingSpin) : spin_;
   const nanoseconds undisturbed = std::min<nanoseconds>(spin_, kUndisturbedSpin);
   auto spin_until = begin + spin, yield_from = begin + undisturbed;
@@ -212,7 +187,7 @@ void Communicator::wait_until(int peer, Ready ready) {
     if (while_waiting_) while_waiting_();
     const bool moved = progress();
     if (ready()) {
-      waiting_for_.store(-1, std::memory_order_relaxed);
+      liveness_.stop_waiting();
       return;
     }
     if (moved) {
@@ -247,33 +222,33 @@ void Communicator::wait_until(int peer, Ready ready) {
     }
     doorbell_->sleep(epoch, std::min(is_polled_ ? kPollInterval : kMaxSleep, deadline_->remaining() + nanoseconds(1)));
     check_interrupt();
-    dial_probed();
+    liveness_.dial_probed();
     if (deadline_->expired()) deadline_exceeded(peer);
-    compare_answer(peer);
+    liveness_.compare_answer(peer);
     if (Deadline::Clock::now() > next_request) {
-      request_status(peer);
+      liveness_.request_status(peer);
       request_interval = std::min(2 * request_interval, kMaxRequestInterval);
       next_request = Deadline::Clock::now() + request_interval;
     }
     if (has_departed(peer)) {
       const auto now = Deadline::Clock::now();
       if (quiet_since == Deadline::Clock::time_point{}) quiet_since = now;
-      if (now - quiet_since > kDepartureGrace) throw_departed(peer);
+      if (now - quiet_since > kDepartureGrace) liveness_.throw_left(peer);
     }
   }
 }
 
-// What comes first there is the program's own, so nobody else is to blame if it is late.
+// The program's own work comes first there, so no other rank is to blame if it is late.
 void Communicator::wait_for_device(const std::function<bool()>& is_done) {
-  waiting_for_.store(-1, std::memory_order_relaxed);
+  liveness_.stop_waiting();
   const auto spin_until = Deadline::Clock::now() + spin_;
   while (!is_done()) {
     if (while_waiting_) while_waiting_();
     if (deadline_->expired()) {
-      throw_late(ranks_.rank,
-                 device_name(stream_.device) + " of rank " + std::to_string(ranks_.rank) +
-                     " is still busy with what it had to do before",
-                 deadline_->allowed_seconds());
+      liveness_.throw_late(rank(),
+                           device_name(stream_.device) + " of rank " + std::to_string(rank()) +
+                               " is still busy with what it had to do before",
+                           deadline_->allowed_seconds());
     }
     if (progress()) continue;
     if (Deadline::Clock::now() < spin_until) {
@@ -283,7 +258,7 @@ void Communicator::wait_for_device(const std::function<bool()>& is_done) {
     const uint32_t epoch = doorbell_->prepare();
     doorbell_->sleep(epoch, kPollInterval);
     check_interrupt();
-    dial_probed();
+    liveness_.dial_probed();
   }
 }
 
@@ -307,7 +282,8 @@ void* Communicator::resolve(int peer, const Address& address, size_t bytes) {
 // The poison counts once nothing moves any more: what peers sent before one of them failed (or told of a failure) is
 // taken, so an operation in which all have done their part ends well, whatever its peers do next.
 bool Communicator::progress() {
-  const bool poisoned = is_poisoned();  // before the look at the channels, which then hold all that came before it
+  const bool poisoned =
+      liveness_.is_poisoned();  // before the look at the channels, which then hold all that came before it
   bool moved = false;
   is_polled_ = false;
   for (const int peer : active_) {
@@ -315,7 +291,7 @@ bool Communicator::progress() {
     advance(peer, c, moved);
     if (has_device_channels_) is_polled_ = is_polled_ || c.is_polled();
   }
-  if (poisoned && !moved) throw_if_poisoned();
+  if (poisoned && !moved) liveness_.throw_if_poisoned();
   return moved;
 }
 
@@ -342,12 +318,17 @@ void Communicator::advance(int peer, Channel& channel, bool& moved) {
 // control link (it failed for another reason, or left): then that is the cause, and is thrown.
 void Communicator::await_cause(int peer) {
   const Deadline grace = Deadline::after(kCauseGrace);
-  while (!grace.expired() && !is_poisoned()) {
-    if (peer >= 0 && peers_[static_cast<size_t>(peer)]->departed.load(std::memory_order_acquire)) throw_departed(peer);
+  while (!grace.expired() && !liveness_.is_poisoned()) {
+    if (peer >= 0 && liveness_.has_left(peer)) liveness_.throw_left(peer);
     const uint32_t epoch = doorbell_->prepare();
     doorbell_->sleep(epoch, milliseconds(5));
   }
-  throw_if_poisoned();
+  liveness_.throw_if_poisoned();
+}
+
+void Communicator::deadline_exceeded(int peer) {
+  if (has_departed(peer)) liveness_.throw_left(peer);
+  liveness_.raise_late(peer, deadline_->allowed_seconds(), [this] { check_interrupt(); });
 }
 
 void Communicator::check_interrupt() {
@@ -362,7 +343,7 @@ Channel& Communicator::channel(int peer) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   Channel* found = p.channel.load(std::memory_order_acquire);
   if (found != nullptr) return *found;
-  throw_if_poisoned();
+  liveness_.throw_if_poisoned();
   if (!connector_) {
     throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is not connected", peer);
   }
@@ -408,7 +389,8 @@ Channel& Communicator::device_channel(int peer) {
 void Communicator::set_device_transport(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked) {
   device_path_ = std::make_unique<DevicePath>(
       std::move(source), asked,
-      DevicePath::Group{ranks_, key_, [this](void* notes, size_t note_bytes) { exchange_notes(notes, note_bytes); },
+      DevicePath::Group{liveness_.ranks(), liveness_.key(),
+                        [this](void* notes, size_t note_bytes) { exchange_notes(notes, note_bytes); },
                         [this](const char* doing) { pause_for_device(doing); }});
 }
 
@@ -428,7 +410,7 @@ void Communicator::post_over(const DeviceMessage& message, Request* request) {
 
 template <typename What>
 void Communicator::enqueue_over(const What& what) {
-  throw_if_poisoned();
+  liveness_.throw_if_poisoned();
   try {
     over_->enqueue(what, stream_, [this](const char* doing) { pause_for_device(doing); });
   } catch (const Error& error) {
@@ -454,23 +436,24 @@ void Communicator::forget_batch() {
 // Counts what a ring or a chain of the ranks would send: how it moves bytes, the transport does not tell.
 void Communicator::enqueue_native(const NativeCollective& collective) {
   enqueue_over(collective);
-  const auto size = static_cast<uint64_t>(ranks_.size);
+  const int num_ranks = size();
+  const auto count = static_cast<uint64_t>(num_ranks);
   const uint64_t bytes = collective.numel * item_bytes(collective.dtype);
-  const int before = (collective.root + ranks_.size - 1) % ranks_.size;
-  uint64_t sent = (size - 1) * bytes, received = sent;
+  const int before = (collective.root + num_ranks - 1) % num_ranks;
+  uint64_t sent = (count - 1) * bytes, received = sent;
   switch (collective.kind) {
-    case OperationKind::kAllReduce: sent = received = 2 * (size - 1) * bytes / size; break;
+    case OperationKind::kAllReduce: sent = received = 2 * (count - 1) * bytes / count; break;
     case OperationKind::kBroadcast:
-      sent = ranks_.rank == before ? 0 : bytes;
-      received = ranks_.rank == collective.root ? 0 : bytes;
+      sent = rank() == before ? 0 : bytes;
+      received = rank() == collective.root ? 0 : bytes;
       break;
     case OperationKind::kReduce:
-      sent = ranks_.rank == collective.root ? 0 : bytes;
-      received = ranks_.rank == (collective.root + 1) % ranks_.size ? 0 : bytes;
+      sent = rank() == collective.root ? 0 : bytes;
+      received = rank() == (collective.root + 1) % num_ranks ? 0 : bytes;
       break;
     default: break;
   }
-  count_sent(sent, !is_on_this_host((ranks_.rank + 1) % ranks_.size));
+  count_sent(sent, !is_on_this_host((rank() + 1) % num_ranks));
   bytes_received_.fetch_add(received, std::memory_order_relaxed);
 }
 
@@ -481,7 +464,7 @@ bool Communicator::is_on_this_host(int peer) const {
 }
 
 void Communicator::exchange_notes(void* notes, size_t note_bytes) {
-  if (ranks_.size <= kMaxPairwiseNotes) {
+  if (size() <= kMaxPairwiseNotes) {
     exchange_notes_pairwise(static_cast<uint8_t*>(notes), note_bytes);
   } else {
     disseminate_notes(static_cast<uint8_t*>(notes), note_bytes);
@@ -506,10 +489,10 @@ void Communicator::exchange_notes_pairwise(uint8_t* notes, size_t note_bytes) {
   Request requests[2 * kMaxPairwiseNotes];
   size_t num_posted = 0;
   try {
-    for (int step = 1; step < ranks_.size; ++step) {
-      const int from = (ranks_.rank + ranks_.size - step) % ranks_.size, to = (ranks_.rank + step) % ranks_.size;
+    for (int step = 1; step < size(); ++step) {
+      const int from = (rank() + size() - step) % size(), to = (rank() + step) % size();
       post_note(false, from, notes + static_cast<size_t>(from) * note_bytes, note_bytes, &requests[num_posted++]);
-      post_note(true, to, notes + static_cast<size_t>(ranks_.rank) * note_bytes, note_bytes, &requests[num_posted++]);
+      post_note(true, to, notes + static_cast<size_t>(rank()) * note_bytes, note_bytes, &requests[num_posted++]);
     }
     for (size_t i = 0; i < num_posted; ++i) wait(requests[i]);
   } catch (...) {
@@ -521,18 +504,18 @@ void Communicator::exchange_notes_pairwise(uint8_t* notes, size_t note_bytes) {
 // ceil(log2 n) steps: in each, all that a rank knows goes to the rank so far to the left, and as much comes from the
 // right. Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
 void Communicator::disseminate_notes(uint8_t* notes, size_t note_bytes) {
-  const int size = ranks_.size;
+  const int size = this->size();
   std::vector<uint8_t> known(static_cast<size_t>(size) * note_bytes);  // from this rank on
   const auto at = [&](int index) { return known.data() + static_cast<size_t>(index) * note_bytes; };
   const auto of_rank = [&](int rank) { return notes + static_cast<size_t>(rank) * note_bytes; };
-  if (note_bytes > 0) std::memcpy(at(0), of_rank(ranks_.rank), note_bytes);
+  if (note_bytes > 0) std::memcpy(at(0), of_rank(rank()), note_bytes);
   for (int distance = 1; distance < size; distance *= 2) {
     const int count = std::min(distance, size - distance);
     const size_t bytes = static_cast<size_t>(count) * note_bytes;
     Request receiving, sending;
     try {
-      post_note(false, (ranks_.rank + distance) % size, at(distance), bytes, &receiving);
-      post_note(true, (ranks_.rank + size - distance) % size, at(0), bytes, &sending);
+      post_note(false, (rank() + distance) % size, at(distance), bytes, &receiving);
+      post_note(true, (rank() + size - distance) % size, at(0), bytes, &sending);
       wait(receiving);
       wait(sending);
     } catch (...) {
@@ -540,17 +523,17 @@ void Communicator::disseminate_notes(uint8_t* notes, size_t note_bytes) {
       throw;
     }
   }
-  for (int i = 0; i < size && note_bytes > 0; ++i) std::memcpy(of_rank((ranks_.rank + i) % size), at(i), note_bytes);
+  for (int i = 0; i < size && note_bytes > 0; ++i) std::memcpy(of_rank((rank() + i) % size), at(i), note_bytes);
 }
 
 // Between two looks at what a device transport does. All ranks have come to the operation by then.
 void Communicator::pause_for_device(const char* doing) {
   if (while_waiting_) while_waiting_();
-  dial_probed();
-  throw_if_poisoned();
+  liveness_.dial_probed();
+  liveness_.throw_if_poisoned();
   if (deadline_->expired()) {
     throw Error(ErrorKind::kDeadlineExceeded,
-                std::string(doing) + " on " + device_name(stream_.device) + " of rank " + std::to_string(ranks_.rank) +
+                std::string(doing) + " on " + device_name(stream_.device) + " of rank " + std::to_string(rank()) +
                     " was not done within " + std::to_string(deadline_->allowed_seconds()) + " s, in " +
                     describe(operation_) + ", which all ranks had begun",
                 -1, std::string(operation_name(operation_.kind)));
@@ -560,7 +543,7 @@ void Communicator::pause_for_device(const char* doing) {
 }
 
 std::optional<Address> Communicator::address_of(const void* data, size_t bytes) {
-  for (int peer = 0; peer < ranks_.size; ++peer) {
+  for (int peer = 0; peer < size(); ++peer) {
     const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c != nullptr && c->addresses_any_memory()) return Address{0, reinterpret_cast<uintptr_t>(data)};
   }
@@ -581,7 +564,7 @@ void* Communicator::staging(size_t bytes) {
   try {
     staging_ = SegmentRegistry::instance().create(bytes);
   } catch (const Error& error) {
-    throw of_rank(error, ranks_.rank);
+    throw of_rank(error, rank());
   }
   staging_bytes_ = bytes;
   return staging_;
@@ -590,120 +573,25 @@ void* Communicator::staging(size_t bytes) {
 void Communicator::attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(attach_mutex_);
     if (p.owned) {
       throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is connected twice", peer);
     }
     p.owned = std::move(channel);
-    if (control) p.control = control;
   }
-  if (control) greet(peer, *control);
+  if (control) liveness_.attach(peer, std::move(control));
   p.channel.store(p.owned.get(), std::memory_order_release);
   doorbell_->ring();
 }
 
-bool Communicator::link_made(int job_rank, const std::shared_ptr<ProcessLink>& link) {
-  const int peer = ranks_.group_rank(job_rank);
-  if (peer < 0 || peer == ranks_.rank) return false;
-  auto control = std::make_shared<ControlLink>(link, key_, peer);
-  {
-    std::lock_guard lock(mutex_);
-    Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (p.control) return false;  // its link has ended, and with it what is between the two in this group
-    p.control = control;
-    p.doubt.reset();  // it began without
-  }
-  greet(peer, *control);
-  doorbell_->ring();
-  return true;
-}
-
-// Who is connected to a group that has failed learns why at once. (A poisoning that comes after this look sees the
-// link.) Whether it has failed there, or the peer has left, comes as an answer.
-void Communicator::greet(int peer, ControlLink& control) {
-  listen(peer, control);
-  if (!tell(control)) request_status(peer);
-}
-
-// Whether there was a failure to tell of.
-bool Communicator::tell(ControlLink& control) const {
-  std::optional<Error> cause;
-  Losses losses;
-  {
-    std::lock_guard lock(mutex_);
-    cause = cause_;
-    losses = confirmed_locked();
-  }
-  if (cause) control.send_abort(*cause, losses);
-  return cause.has_value();
-}
-
-std::optional<std::vector<uint8_t>> Communicator::report() const {
-  std::lock_guard lock(mutex_);
-  if (!cause_) return std::nullopt;
-  return abort_bytes(*cause_, confirmed_locked());
-}
-
-std::optional<Error> Communicator::first_cause() const {
-  std::lock_guard lock(mutex_);
-  return cause_;
-}
-
-std::shared_ptr<ControlLink> Communicator::control(int peer) const {
-  std::lock_guard lock(mutex_);
-  return peers_[static_cast<size_t>(peer)]->control;
-}
-
-void Communicator::note_unreachable(int peer, const std::string& what, bool names_peer) {
-  std::lock_guard lock(mutex_);
-  Peer& p = *peers_[static_cast<size_t>(peer)];
-  p.unreachable = what;
-  p.names_peer = names_peer;
-  if (names_peer) {
-    p.unreachable_since.reset();
-  } else if (!p.unreachable_since) {
-    p.unreachable_since = Deadline::Clock::now();
-  }
-}
-
 bool Communicator::has_departed(int peer) const {
-  const Peer& p = *peers_[static_cast<size_t>(peer)];
-  if (!p.departed.load(std::memory_order_acquire)) return false;
-  const Channel* c = p.channel.load(std::memory_order_acquire);
+  if (!liveness_.has_left(peer)) return false;
+  const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
   return c == nullptr || !c->reports_end();
 }
 
 bool Communicator::is_attached(int peer) const {
   return peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire) != nullptr;
-}
-
-bool Communicator::poison(const Error& cause, bool tell_peers) {
-  {
-    std::lock_guard lock(mutex_);
-    if (cause_) return false;
-    cause_ = cause;
-    poisoned_at_ = Deadline::Clock::now();
-    try {
-      note_cause_locked();
-      agree_if_due_locked();
-    } catch (const std::bad_alloc&) {  // then it takes longer to agree
-    }
-  }
-  poisoned_.store(true, std::memory_order_release);
-  try {
-    if (tell_peers) tell_all(cause);
-    if (process_) {
-      process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
-                                   cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
-    }
-  } catch (const std::bad_alloc&) {  // it has failed all the same; peers that it did not tell hear it when they ask
-  }
-  doorbell_->ring();
-  return true;
-}
-
-void Communicator::throw_if_poisoned() {
-  if (is_poisoned()) throw agreed_cause();
 }
 
 void Communicator::cancel() {
@@ -725,29 +613,22 @@ void Communicator::end_and_isolate() {
 }
 
 void Communicator::close() {
-  std::optional<Error> why;
-  leave_process();
-  if (process_) why = process_->failure();
+  liveness_.leave_process();
   if (has_device_transport()) {
-    if (!is_poisoned() && !why) device_path_->transport()->close(Deadline::after(kCloseLimit));
+    if (!liveness_.is_poisoned() && !liveness_.failure_of_process())
+      device_path_->transport()->close(Deadline::after(kCloseLimit));
     abort_device_transport();
   }
   cancel();
-  for (auto& peer : peers_) {
-    if (!peer->control) continue;
-    peer->control->send_leave(why);
-    peer->control->stop();
-  }
+  liveness_.say_goodbye();
   deactivate_all();
   // The peers' data connections end here, behind the last byte, and not when the last reference to the group goes.
   for (auto& peer : peers_) {
     peer->channel.store(nullptr, std::memory_order_release);
     peer->over_owned.reset();
     peer->owned.reset();
-    std::shared_ptr<ControlLink> control;  // let go of without the lock: it may be the reactor's last user
-    std::lock_guard lock(mutex_);
-    control.swap(peer->control);
   }
+  liveness_.drop_links();
   // Descriptors too: who looks at the timeline of a closed group may keep it for long.
   release_staging();
   doorbell_->close_fd();

@@ -1,5 +1,5 @@
-// Communicator: the ranks of one group as its worker thread sees them. Owns the channels, waits for requests,
-// keeps the deadline, and remembers the first cause of a failure (poisoning).
+// Communicator: the ranks of one group as its worker thread sees them. Owns the channels, waits for requests and keeps
+// the deadline; which peers are alive, and the first cause of a failure, is in its Liveness.
 //
 // Threads: every method is for the worker thread except those marked [any thread]. The doorbell is the
 // only point where the worker sleeps; whoever makes something happen for it rings (shared-memory peers
@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,10 +18,8 @@
 #include "csrc/common/deadline.h"
 #include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
-#include "csrc/communicator/blame.h"
 #include "csrc/communicator/device_path.h"
-#include "csrc/communicator/peer_status.h"
-#include "csrc/communicator/process.h"
+#include "csrc/communicator/liveness.h"
 #include "csrc/transport/device_transport.h"
 #include "csrc/transport/transport.h"
 
@@ -33,9 +30,9 @@ class ControlLink;
 class Communicator {
  public:
   // Called on the thread that runs the operation, or the worker's, when a peer is first used: has the link and the
-  // channel to it made, which come by Process::attach and attach(), or note_unreachable() says meanwhile why not. Does
-  // not wait for them, so that no other message waits. Called again while there is no link, to find out anew whether
-  // the peer's host is there. Opening and authenticating connections is Python's business.
+  // channel to it made, which come by Process::attach and attach(), or Liveness::note_unreachable() says meanwhile why
+  // not. Does not wait for them, so that no other message waits. Called again while there is no link, to find out anew
+  // whether the peer's host is there. Opening and authenticating connections is Python's business.
   using Connector = std::function<void(int peer)>;
   // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
   using Interrupt = std::function<void()>;
@@ -44,11 +41,11 @@ class Communicator {
   Communicator(int rank, int size, std::string name, std::chrono::microseconds spin, bool rings_here_only = false);
   ~Communicator();
 
-  int rank() const { return ranks_.rank; }
-  int size() const { return ranks_.size; }
-  const std::string& name() const { return ranks_.group; }
-  // By which the processes know the group: no other one of theirs has it, before or after.
-  const std::string& key() const { return key_; }
+  int rank() const { return liveness_.ranks().rank; }
+  int size() const { return liveness_.ranks().size; }
+  const std::string& name() const { return liveness_.ranks().group; }
+  // The links to the peers, and the first cause of a failure. [any thread]
+  Liveness& liveness() { return liveness_; }
 
   // Brackets one operation: messages posted in between carry `operation` and move in the order of `stream`, waits end
   // at `deadline`.
@@ -76,14 +73,14 @@ class Communicator {
   void recv(int peer, void* data, size_t bytes);
   void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
 
-  // Of the whole group, by a device transport: whether it does that in the running operation, and that.
+  // A collective of the whole group by a device transport: whether it does that in the running operation, and that.
   bool has_native(OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum) const {
     return over_ != nullptr && over_->has(kind, dtype, op);
   }
   void enqueue_native(const NativeCollective& collective);
 
-  // Of an operation on a device that is staged: messages move in the order of `stream` from here on, and are the host's
-  // if it is the CPU's; and the host waits for what the device has to do before.
+  // Sets the stream of a staged operation on a device: messages move in the order of `stream` from here on, and are the
+  // host's if it is the CPU's; and the host waits for what the device has to do before.
   bool is_staged() const { return over_ == nullptr; }
   void use_stream(Stream stream) { stream_ = stream; }
   void wait_for_device(const std::function<bool()>& is_done);
@@ -99,19 +96,19 @@ class Communicator {
   // Moves what can be moved on the channels that something was posted to; true if anything moved. Throws the first
   // cause.
   bool progress();
-  // Whether, when progress() last looked, something was under way that rings for nobody (a device's copies).
+  // Whether, when progress() last looked, something was under way that rings no bell (a device's copies).
   bool is_polled() const { return is_polled_; }
   Doorbell& doorbell() { return *doorbell_; }
 
-  void set_connector(Connector connector) { connector_ = std::move(connector); }
+  void set_connector(Connector connector);
   // How messages of device memory travel; without, they are refused. Before the first one.
   void set_device_channels(MakeDeviceChannel make) { make_device_channel_ = std::move(make); }
-  // What may move device memory of the whole group instead. Before the first operation on a device.
+  // Sets what may move device memory of the whole group instead. Before the first operation on a device.
   void set_device_transport(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked);
-  // Which way collectives on a device go, as DevicePath::description has it. [any thread]
+  // Describes the way that collectives on a device go, as DevicePath::description has it. [any thread]
   std::string device_path() const { return device_path_ ? device_path_->description() : ""; }
-  // Of the worker. What was enqueued on a device transport may wait for peers: whether there is one; throws what it
-  // reports; ends what is enqueued, and itself.
+  // Called by the worker. The work that was enqueued on a device transport may wait for peers: whether there is one;
+  // throws what it reports; ends what is enqueued, and itself.
   bool has_device_transport() const { return device_path_ != nullptr && device_path_->transport() != nullptr; }
   void check_device_transport() { device_path_->transport()->check(); }
   // From begin() to end(); see DevicePath.
@@ -121,118 +118,42 @@ class Communicator {
   void abort_device_transport() noexcept {
     if (has_device_transport()) device_path_->transport()->abort();
   }
-  // Wakes the worker where it waits for nothing. Called on any thread, under a lock.
-  void set_wake_worker(std::function<void()> wake) {
-    std::lock_guard lock(mutex_);
-    wake_worker_ = std::move(wake);
-  }
-  // Of the worker, or whoever else runs an operation: has peers dialed that others ask about, or that are to be asked.
-  // (The reactor's thread, which answers them, never calls Python.)
-  void dial_probed();
   // Called in every round of a wait, by the thread that waits.
   void set_while_waiting(std::function<void()> look) { while_waiting_ = std::move(look); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
-  // The process, which has the links, and by rank of this group the ranks of the job. Before the first attach().
-  void join_process(std::shared_ptr<Process> process, std::vector<int> job_ranks, std::string key);
-  // How many threads of the program stand still for operations of this communicator; kept by the engine.
-  void set_num_waiters(std::shared_ptr<const std::atomic<int>> num_waiters) { num_waiters_ = std::move(num_waiters); }
   // Without a `control`, the link to the peer's process must be there. [any thread]
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control = {});
-  // There is a link to the process of a rank of the job; whether this group uses it. [any thread]
-  bool link_made(int job_rank, const std::shared_ptr<ProcessLink>& link);
-  // How far the connection to a peer has come that has no link yet; `names_peer`: whether that shows whose fault it is.
-  void note_unreachable(int peer, const std::string& what, bool names_peer);  // [any thread]
-  // There is no link, and no way to the peer's host for so long: asks the others, and fails once they have answered. To
-  // be called again and again meanwhile. [any thread]
-  void doubt_unlinked(int peer, std::chrono::nanoseconds silence, const std::string& what);
-  std::shared_ptr<ControlLink> control(int peer) const;  // null: no link yet [any thread]
   // A peer that has left, and whose channel will not tell that nothing more comes: a wait for it finds out.
   bool has_departed(int peer) const;  // [any thread], before close()
   bool is_attached(int peer) const;   // [any thread]
 
-  // The first cause wins; later ones are dropped (false). Tells the connected peers, wakes the worker. [any thread]
-  bool poison(const Error& cause, bool tell_peers = true);
-  bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
-  // Once the ranks that are left have told one another what they failed with, for which it may wait a moment. [any
-  // thread but the reactor's]
-  void throw_if_poisoned();
   // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
-  // Of an operation that has failed: ends it as end() does, and takes from the peers what they could write to in it.
+  // Ends an operation that has failed, as end() does, and takes from the peers what they could write to in it.
   // One that was stopped may go on long after.
   void end_and_isolate();
   // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
   void close();
 
-  // For collectives that move bytes through shared memory instead of messages.
+  // Counts bytes of collectives that move them through shared memory instead of messages.
   void count_moved(uint64_t sent, uint64_t received) {
     bytes_sent_.fetch_add(sent, std::memory_order_relaxed);
     bytes_received_.fetch_add(received, std::memory_order_relaxed);
   }
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
-  // Of them those of messages over a network, not through shared memory.
+  // The bytes among them that went over a network, not through shared memory.
   uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }          // [any thread]
 
-  // Who waits for whom (peer_liveness.cc).
-  //
-  // What this rank is doing now. [any thread]
-  PeerStatus status() const;
-  // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
-  PeerStatus answer(const StatusRequest& request);
-  // Whether this process hears from a rank of the job, which it finds out; nothing where this group cannot. [any
-  // thread]
-  std::optional<Hearing> hearing_of(int job_rank);
-  // Whether it has a link to that rank, and nothing has failed. [any thread]
-  bool is_linked_well(int job_rank) const;
-  // What a peer answered. [any thread]
-  void take_answer(int peer, const PeerStatus& theirs);
-  // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
-  // first.
-  void now_awaits_message(int peer);
   void no_message_is_under_way() { has_messages_ = false; }
-  // Of the thread that stands still for this communicator, if there is one: since when, and where the chain behind it
-  // ends.
-  std::optional<Process::Wait> wait_of_a_thread() const;  // [any thread]
-  void forward_request(uint32_t hops);                    // whom this rank waits for [any thread]
-
-  // This rank has waited for `peer` in vain: asks along the chain of those who wait, with `ask` for its first link,
-  // until it is known where the chain ends, and raises. Whoever is named there is to blame: a rank, or a connection
-  // (then the error's rank is -1), or nobody.
-  [[noreturn]] void blame(int peer, double allowed_seconds, const std::function<void()>& ask);
-  [[noreturn]] void throw_late(int culprit, const std::string& what, double allowed_seconds) const;  // [any thread]
 
  private:
-  using TimePoint = Deadline::Clock::time_point;
-  // A connection is silent: what the others hear from the rank at its far end.
-  struct Doubt {
-    Verdict verdict;  // as far as this rank knows by itself
-    TimePoint since, until;
-  };
   struct Peer {
     std::atomic<bool> is_wanted{false};      // the connector was called
     bool is_active = false;                  // in active_
     std::atomic<Channel*> channel{nullptr};  // published last; points into `owned`
-    std::atomic<bool> departed{false};       // set after why_left
-    // Guarded by mutex_:
-    std::unique_ptr<Channel> owned;
-    std::unique_ptr<Channel> over_owned;  // for device memory, once there is some; then `channel` points to it
-    std::shared_ptr<ControlLink> control;
-    std::string unreachable;  // why there is none
-    bool names_peer = false;
-    bool is_probe_due = false;                   // the worker is to have it dialed, so as to know whether it is there
-    std::optional<TimePoint> probed_at;          // when that became due, last
-    std::optional<TimePoint> unreachable_since;  // without a sign of its host
-    std::optional<Doubt> doubt;                  // since it is silent
-    std::optional<Error> told;                   // what it has failed with, first
-    Losses losses;                               // of whom it has told
-    bool is_lost = false;                        // its link has ended, and it had not left
-    std::optional<Error> why_left;               // what it said when it left
-    std::optional<TimePoint> unanswered_since;   // the first request since it has answered
-    TimePoint last_request;
-    std::optional<PeerStatus> answer;
-    TimePoint answered_at;
-    bool is_unread = false;  // the worker has not looked at the answer
+    std::unique_ptr<Channel> owned;          // guarded by attach_mutex_
+    std::unique_ptr<Channel> over_owned;     // for device memory, once there is some; then `channel` points to it
   };
 
   Channel& channel(int peer);
@@ -258,57 +179,17 @@ class Communicator {
   void disseminate_notes(uint8_t* notes, size_t note_bytes);
   void pause_for_device(const char* doing);
   void release_staging();
-  void leave_process();
   void conceal(bool isolates);
   void check_interrupt();
-  void now_waiting_for(int peer, TimePoint now) {
-    waiting_since_ns_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
-    waiting_for_.store(peer, std::memory_order_release);
-  }
-
-  // peer_liveness.cc
-  void listen(int peer, ControlLink& control);
-  void greet(int peer, ControlLink& control);
-  std::optional<Verdict> inquire(int peer, std::chrono::nanoseconds limit, const Verdict& suspicion);
-  void doubt(int peer, const ProcessLink::Silence& silence);
-  std::optional<Error> first_cause() const;
-  std::optional<std::vector<uint8_t>> report() const;
-  bool tell(ControlLink& control) const;
-  void tell_all(const Error& cause);
-  void take_abort(int peer, const Error& cause, const Losses& theirs);
-  void take_loss(int peer, const std::string& how);
-  void fail_or_tell(const Error& cause);
-  void note_cause_locked();
-  void refute_locked();
-  Losses confirmed_locked() const;
-  Error agreed_cause();
-  void agree_if_due_locked();
-  bool is_cause_awaited_locked() const;
-  [[noreturn]] void throw_departed(int peer);
-  void compare_answer(int peer);
   [[noreturn]] void deadline_exceeded(int peer);
-  void request_status(int peer, const StatusRequest& request = {});
-  int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
-  ChainEnd end_behind_locked(int peer) const;
-  bool is_silent_locked(const Peer& p) const;
-  bool is_unreachable_locked(const Peer& p) const;
-  Hearing probe_locked(int peer);
-  bool is_probing_locked(const Peer& p) const;
-  Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
-  Verdict ask_others(const Verdict& verdict, double allowed_seconds);
-  void ask_about(int unreachable);
-  std::optional<Verdict> weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const;
-  void pause();
 
-  GroupRanks ranks_;  // made by the constructor and join_process, then read by any thread, as the next
-  std::string key_;
   const std::chrono::microseconds spin_;
   std::unique_ptr<Doorbell> doorbell_;
+  Liveness liveness_;
+  std::mutex attach_mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; the own entry stays empty
   std::vector<bool> same_host_;               // empty when unknown: then connected channels decide
   Connector connector_;
-  std::shared_ptr<Process> process_;  // null: no other groups
-  std::shared_ptr<const std::atomic<int>> num_waiters_;
 
   // Peers to whose channels something was posted in the running operation, or by a message that may be under way: the
   // others' need no look.
@@ -325,7 +206,6 @@ class Communicator {
   std::vector<Request*> batched_;
   bool is_batching_ = false;
   std::function<void()> while_waiting_;
-  std::atomic<bool> has_probes_{false};
   bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
@@ -333,20 +213,9 @@ class Communicator {
   void* staging_ = nullptr;
   size_t staging_bytes_ = 0;
 
-  std::atomic<int> waiting_for_{-1};  // set by the worker, for others to tell; in and between operations
-  std::atomic<Deadline::Clock::rep> waiting_since_ns_{0};
-  std::atomic<bool> poisoned_{false};
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> network_bytes_sent_{0};
   std::atomic<uint64_t> bytes_received_{0};
-  mutable std::mutex mutex_;  // guards what follows, and the fields of peers_ that are not atomic
-  std::function<void()> wake_worker_;
-  std::optional<Error> cause_;
-  Losses losses_, told_;  // as far as is known, and as it was told
-  TimePoint poisoned_at_;
-  bool is_cause_agreed_ = false;
-  std::condition_variable cause_changed_;
-  PeerStatus status_;  // operation and last_finished
 };
 
 }  // namespace bagua

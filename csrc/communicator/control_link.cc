@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <utility>
 
-#include "csrc/common/exhausted.h"
 #include "csrc/common/shared_segments.h"
 
 namespace bagua {
@@ -64,7 +62,7 @@ std::optional<Abort> abort_from(const uint8_t* payload, size_t bytes) {
 
 }  // namespace
 
-// As the payload of a frame: kind, rank, the bytes of the operation's name, which follows, and the message.
+// The payload of a frame has: kind, rank, the bytes of the operation's name, which follows, and the message.
 std::vector<uint8_t> error_bytes(const Error& error) {
   const std::string what = std::string(error.what()).substr(0, 8192);
   const std::string operation = error.operation().substr(0, 256);
@@ -77,7 +75,7 @@ std::vector<uint8_t> error_bytes(const Error& error) {
   return payload;
 }
 
-// As the payload of a frame: how many are lost, each with whether it is there, and the cause.
+// The payload of a frame has: how many are lost, each with whether it is there, and the cause.
 std::vector<uint8_t> abort_bytes(const Error& cause, const Losses& losses) {
   std::vector<LossNote> notes;
   for (const int rank : losses.lost) {
@@ -109,10 +107,7 @@ void ControlLink::start(Events events) {
       std::lock_guard lock(segment_mutex_);
       if (handed_out_.erase(id) == 0) return;
     }
-    try {
-      send_frame(FrameType::kReleased, &id, sizeof id);
-    } catch (const std::bad_alloc&) {  // the peer keeps its mapping as long as the link; who frees memory cannot fail
-    }
+    send_frame(FrameType::kReleased, &id, sizeof id);
   });
   is_routed_ = true;
   link_->add_route(group_, this);
@@ -160,8 +155,6 @@ void ControlLink::on_lost_descriptor() {
       Error(ErrorKind::kTransport, "this rank has no file descriptor left for the shared memory of rank " +
                                        std::to_string(peer_) + "; raise `ulimit -n`"));
 }
-
-void ControlLink::on_no_memory() { events_.on_failure(out_of_memory()); }
 
 void ControlLink::on_frame(FrameType type, const uint8_t* payload, size_t bytes, Descriptor passed) {
   uint64_t id = 0;
@@ -218,7 +211,7 @@ void ControlLink::send_segment(uint64_t id) {
     handed_out_.insert(id);  // before the duplicate: whoever releases the segment from now on tells the peer
   }
   auto handle = SegmentRegistry::instance().duplicate(id);
-  if (!handle) {  // released while the request was under way: nobody can still need it
+  if (!handle) {  // released while the request was under way: no rank can still need it
     std::lock_guard lock(segment_mutex_);
     handed_out_.erase(id);
     return;
@@ -238,7 +231,7 @@ void ControlLink::receive_segment(const uint8_t* payload, size_t bytes, Descript
   std::memcpy(&note, payload, sizeof note);
   {
     std::lock_guard lock(segment_mutex_);
-    if (requested_.count(note.id) == 0) return;  // nobody has asked for it
+    if (requested_.count(note.id) == 0) return;  // no rank has asked for it
   }
   try {
     expect_sealed(fd.get(), note.bytes);

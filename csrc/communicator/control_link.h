@@ -26,7 +26,7 @@ namespace bagua {
 
 class ControlLink : public ProcessLink::Route, public PeerMemory {
  public:
-  // What the link tells its owner; called on the reactor thread.
+  // Callbacks of the link to its owner; called on the reactor thread.
   struct Events {
     // The peer reports a first cause, and who is lost; again when it knows of more.
     std::function<void(const Error&, const Losses&)> on_abort;
@@ -38,7 +38,7 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
     std::function<void(const PeerStatus&)> on_status;
     std::function<PeerStatus(const StatusRequest&)> my_status;
     std::function<void()> on_segment;   // a mapping arrived
-    std::function<void()> on_released;  // the peer freed a segment: unmap_released() when nobody reads it
+    std::function<void()> on_released;  // the peer freed a segment: unmap_released() when no rank reads it
   };
 
   // `group`: the key by which both ends know the group. `peer`: rank in it.
@@ -63,7 +63,6 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   void on_end(const std::string& how, bool said_goodbye) override;
   void on_silence(const ProcessLink::Silence& silence) override;
   void on_lost_descriptor() override;
-  void on_no_memory() override;
 
  private:
   struct Mapping {
@@ -90,7 +89,7 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   std::vector<Mapping> released_;
 };
 
-// As they travel: a cause, and the report of a first one.
+// The bytes that travel of a cause, and of the report of a first one.
 std::vector<uint8_t> error_bytes(const Error& error);
 std::vector<uint8_t> abort_bytes(const Error& cause, const Losses& losses);
 

@@ -18,7 +18,7 @@ void copy_text(char (&to)[kBytes], const std::string& text) {
   to[count] = '\0';
 }
 
-// What a rank received may lack its end.
+// Text that a rank received may lack its end.
 template <size_t kBytes>
 std::string text_of(const char (&from)[kBytes]) {
   return std::string(from, strnlen(from, kBytes));
@@ -39,8 +39,8 @@ bool have_parts_of_one(const DeviceNote& one, const DeviceNote& other) {
   return !bus_id.empty() && bus_id == text_of(other.bus_id) && one.host == other.host;
 }
 
-// What keeps the ranks from the transport; empty: nothing. That it can serve ranks which share a device does not make
-// it the faster way for them, so somebody has to ask for it.
+// Says what keeps the ranks from the transport; empty: nothing. That it can serve ranks which share a device does not
+// make it the faster way for them, so some rank has to ask for it.
 std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransportSource& source, bool is_asked_for) {
   std::string lacking;
   for (size_t r = 0; r < notes.size(); ++r) {

@@ -2,7 +2,7 @@
 // the channels. The ranks agree at their first collective on a device, by what each of them has and asks for, and make
 // the transport then: a group that never has one costs nothing.
 //
-// For the group's worker thread except where marked [any thread].
+// Used by the group's worker thread except where marked [any thread].
 #pragma once
 
 #include <functional>
@@ -18,16 +18,16 @@
 
 namespace bagua {
 
-// What a user asks for. Wire values: append, never renumber.
+// A user's choice. Wire values: append, never renumber.
 enum class DeviceChoice : uint8_t {
   kAuto = 0,  // the transport where every rank has a device of its own and the library, staged otherwise
   kNative,    // an error where that is impossible
   kStaged,
 };
-// Of "auto", "nccl" and "staged"; throws InvalidArgument.
+// Returns the choice named "auto", "nccl" or "staged"; throws InvalidArgument.
 DeviceChoice device_choice_from(const std::string& name);
 
-// What a rank tells the others; it travels as it lies in memory.
+// A rank's note to the others; it travels as it lies in memory.
 struct DeviceNote {
   DeviceChoice asked = DeviceChoice::kAuto;
   bool may_share = false;  // and host: DeviceTransportSource::Place
@@ -40,8 +40,8 @@ struct DeviceNote {
 };
 static_assert(sizeof(DeviceNote) == 512);
 
-// By the notes of all ranks, who therefore come to the same. `why` says what kept them from the transport. Throws
-// InvalidArgument where ranks ask for what cannot be, and names those that lack something.
+// The decision by the notes of all ranks, which therefore come to the same. `why` says what kept them from the
+// transport. Throws InvalidArgument where ranks ask for what cannot be, and names those that lack something.
 struct DeviceDecision {
   bool is_native;
   std::string why;
@@ -50,7 +50,7 @@ DeviceDecision decide_device_path(const std::vector<DeviceNote>& notes, const De
 
 class DevicePath {
  public:
-  // What it needs of the group that it is of.
+  // The parts of its group that it needs.
   struct Group {
     const GroupRanks& ranks;
     const std::string& key;  // Communicator::key
@@ -68,10 +68,10 @@ class DevicePath {
   DeviceTransport* enter(Stream stream);
   // At its end, however it ends.
   void leave(Stream stream) noexcept;
-  // What the running operation stands behind on the device, of other groups, too.
+  // The end that the running operation stands behind on the device, of other groups, too.
   const DeviceTurns::Enqueued& before() const { return before_; }
 
-  // For who knows that there is one.
+  // Requires that there is one.
   DeviceTransport* transport() const { return transport_.get(); }
   const char* name() const { return source_->name(); }
   // "NCCL 2.27.3", or "staged: ..." and why; empty before the first collective. [any thread]

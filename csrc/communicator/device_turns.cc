@@ -78,8 +78,7 @@ void DeviceTurns::Turn::end(Stream stream) noexcept {
   try {
     enqueued.group = group_;
     enqueued.end = device::recorded_event(stream);
-  } catch (const Error&) {           // a device that is lost: nothing runs there
-  } catch (const std::bad_alloc&) {  // the next one only knows less of what it stands behind
+  } catch (const Error&) {  // a device that is lost: nothing runs there
   }
   std::lock_guard lock(turns_.mutex_);
   std::swap(turns_.enqueued_, enqueued);

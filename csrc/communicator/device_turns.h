@@ -2,7 +2,7 @@
 // ranks. What is enqueued may wait for peers on the device, and keep what another group has enqueued from running; NCCL
 // asks for one order of all its operations on a device.
 //
-// Where a rank has several such groups, an operation that all ranks of its group have begun gets a number, the largest
+// If a rank has several such groups, an operation that all ranks of its group have begun gets a number, the largest
 // of those that its ranks propose, each above all that its rank has heard of. Operations take turns by their numbers.
 // One with a proposal only may come to be before later ones, which wait for its number: not for long, its ranks are all
 // there. Source: Skeen's algorithm, in Birman and Joseph, "Reliable communication in the presence of failures", 1987.
@@ -19,7 +19,7 @@ namespace bagua {
 
 class DeviceTurns {
  public:
-  // Of the device's groups in this process.
+  // Returns the turns of the device's groups in this process.
   static DeviceTurns& of(Device device);
 
   // While one lives, a group may enqueue on the device. [any thread]
@@ -43,7 +43,7 @@ class DeviceTurns {
     std::string group;
   };
 
-  // Of one operation of a group, `key` of which is the same on all its ranks and no other group's; until end().
+  // A turn of one operation of a group, `key` of which is the same on all its ranks and no other group's; until end().
   class Turn {
    public:
     Turn(DeviceTurns& turns, std::string key, std::string group);

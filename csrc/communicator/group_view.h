@@ -48,13 +48,13 @@ class GroupView {
   }
   void cancel() const { communicator_.cancel(); }
 
-  // Of all of the communicator's ranks: whether a device transport does that by itself, and that.
+  // A collective of all of the communicator's ranks: whether a device transport does that by itself, and that.
   bool has_native(OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum) const {
     return members_.empty() && communicator_.has_native(kind, dtype, op);
   }
   // Whether device memory moves through the host in the running operation.
   bool is_staged() const { return communicator_.is_staged(); }
-  // Of an operation on a device: see communicator.h.
+  // These are of an operation on a device: see communicator.h.
   void use_stream(Stream stream) const { communicator_.use_stream(stream); }
   template <typename IsDone>
   void wait_for_device(const IsDone& is_done) const {

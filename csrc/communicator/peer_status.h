@@ -9,12 +9,12 @@
 
 namespace bagua {
 
-// Where a chain of ranks that wait for one another ends, as far as a rank knows: whoever asks along a chain finds out
-// whom to name. Ranks are the job's, since a chain may lead through several groups.
+// The end of a chain of ranks that wait for one another, as far as a rank knows: a rank that asks along a chain finds
+// out whom to name. Ranks are the job's, since a chain may lead through several groups.
 struct ChainEnd {
   enum State : uint32_t {
-    kUnknown,       // nobody has told yet
-    kIsNotWaiting,  // it is there, and waits for nobody
+    kUnknown,       // no rank has told yet
+    kIsNotWaiting,  // it is there, and waits for no rank
     kHasNoGroup,    // nor has it made the group (yet) in which the witness waits for it
     kDoesNotAnswer,
     kUnreachable,   // nor does its host acknowledge what is sent to it
@@ -30,7 +30,7 @@ struct ChainEnd {
   Operation last_finished;
 };
 
-// What a rank is doing, as told to a peer that asks why it is kept waiting.
+// The operation of a rank, as told to a peer that asks why it is kept waiting.
 struct PeerStatus {
   Operation operation;        // kNone when idle
   Operation last_finished;    // kNone before the first
@@ -39,14 +39,14 @@ struct PeerStatus {
   Operation elsewhere;        // kNone: for a message
   std::array<char, 64> elsewhere_group{};  // ends with a 0; long names are cut
   ChainEnd end;                            // of the chain that begins with this rank
-  // Of the group that the request is about. A rank that does not have it waits, if at all, elsewhere, and leaves to
-  // who asks to say whose status this is (`end`).
+  // The state of the group that the request is about. A rank that does not have it waits, if at all, elsewhere, and
+  // leaves to who asks to say whose status this is (`end`).
   enum Group : uint32_t { kHasMade, kHasNotMade, kHasLeft };
   Group group = kHasMade;
   uint32_t padding = 0;
 };
 
-// What a peer is asked beside what it does.
+// A question to a peer beside what it does.
 struct StatusRequest {
   uint32_t hops = 0;  // along how many more ranks it asks, each whom it waits for
 };
@@ -54,7 +54,7 @@ struct StatusRequest {
 // Whether a process hears from another one.
 enum class Hearing : uint32_t { kCannotTell, kNotYetKnown, kHears, kHearsNothing };
 
-// What a process is asked for all groups at once: whether it hears from a rank of the job. About nobody: that it
+// A question to a process for all groups at once: whether it hears from a rank of the job. About no rank: that it
 // answers is what matters.
 struct Inquiry {
   int32_t about = -1;

@@ -3,17 +3,15 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <utility>
 
-#include "csrc/common/exhausted.h"
-#include "csrc/communicator/communicator.h"
 #include "csrc/communicator/control_link.h"
+#include "csrc/communicator/liveness.h"
 
 namespace bagua {
 namespace {
 
-// Along chains of more ranks nobody asks for a rank that has no group to say how long they can be.
+// Along chains of more ranks no rank asks for a rank that has no group to say how long they can be.
 constexpr uint32_t kMaxHops = 64;
 
 }  // namespace
@@ -52,20 +50,18 @@ void Process::attach(int job_rank, int fd) {
         answer_unrouted(from, type, key, bytes);
       },
       [this](int asked_about) { return hearing_of(asked_about); });
-  std::vector<Communicator*> communicators;
+  std::vector<Liveness*> groups;
   {
     std::lock_guard lock(mutex_);
-    communicators = communicators_;
+    groups = groups_;
   }
-  std::erase_if(communicators, [&](Communicator* communicator) { return !communicator->link_made(job_rank, link); });
+  std::erase_if(groups, [&](Liveness* group) { return !group->link_made(job_rank, link); });
   try {
     link->start();
-  } catch (const std::exception& error) {
+  } catch (const Error& cause) {
     link->stop();
-    const auto* known = dynamic_cast<const Error*>(&error);
-    const Error cause = known ? *known : out_of_memory();
-    for (Communicator* communicator : communicators) {  // they take no other link
-      communicator->poison(of_rank(cause, communicator->rank()));
+    for (Liveness* group : groups) {  // they take no other link
+      group->poison(of_rank(cause, group->ranks().rank));
     }
     throw;
   }
@@ -99,26 +95,23 @@ void Process::close() {
 
 // ---- groups
 
-void Process::add(Communicator* communicator) {
+void Process::add(Liveness* group) {
   std::lock_guard registry(registry_mutex_);
   {
     std::lock_guard lock(mutex_);
-    communicators_.push_back(communicator);
-    closed_.erase(communicator->key());
+    groups_.push_back(group);
+    closed_.erase(group->key());
   }
   for (const auto& [rank, link] : links_) {
-    if (!link->has_ended()) communicator->link_made(rank, link);
+    if (!link->has_ended()) group->link_made(rank, link);
   }
 }
 
-void Process::remove(Communicator* communicator, std::optional<std::vector<uint8_t>> abort) {
+void Process::remove(Liveness* group, std::optional<std::vector<uint8_t>> abort) {
   std::lock_guard registry(registry_mutex_);
   std::lock_guard lock(mutex_);
-  if (std::erase(communicators_, communicator) == 0) return;
-  try {
-    closed_.add(communicator->key(), std::move(abort));
-  } catch (const std::bad_alloc&) {  // called by destructors; who asks hears that this rank has left, and not why
-  }
+  if (std::erase(groups_, group) == 0) return;
+  closed_.add(group->key(), std::move(abort));
 }
 
 void Process::refuse(const std::string& key, const std::vector<uint8_t>& abort) {
@@ -137,8 +130,8 @@ bool Process::has_failed(const std::string& key) {
   return closed_.abort_of(key).has_value();
 }
 
-// A peer that waits hears why there is nobody, or what this process does instead. Whatever else it says of a group that
-// is not here it will say again, or it has left by then.
+// A peer that waits hears why there is no group, or what this process does instead. Whatever else it says of a group
+// that is not here it will say again, or it has left by then.
 void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, size_t bytes) {
   if (type != FrameType::kStatusRequest || bytes != sizeof(StatusRequest)) return;
   bool has_left;
@@ -158,12 +151,12 @@ void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::stri
 
 // ---- what they wait for
 
-std::optional<Process::Wait> Process::longest_except(const Communicator* asked) {
+std::optional<Process::Wait> Process::longest_except(const Liveness* asked) {
   std::lock_guard lock(mutex_);
   std::optional<Wait> longest;
-  for (const Communicator* communicator : communicators_) {
-    if (communicator == asked) continue;
-    const auto wait = communicator->wait_of_a_thread();
+  for (const Liveness* group : groups_) {
+    if (group == asked) continue;
+    const auto wait = group->wait_of_a_thread();
     if (wait && (!longest || wait->waited_ms > longest->waited_ms)) longest = wait;
   }
   return longest;
@@ -184,18 +177,18 @@ PeerStatus Process::status(PeerStatus::Group group) {
 Hearing Process::hearing_of(int job_rank) {
   std::lock_guard lock(mutex_);
   for (const bool any : {false, true}) {
-    for (Communicator* communicator : communicators_) {
-      if (!any && !communicator->is_linked_well(job_rank)) continue;
-      if (const auto hearing = communicator->hearing_of(job_rank)) return *hearing;
+    for (Liveness* group : groups_) {
+      if (!any && !group->is_linked_well(job_rank)) continue;
+      if (const auto hearing = group->hearing_of(job_rank)) return *hearing;
     }
   }
   return Hearing::kCannotTell;
 }
 
-void Process::forward_request_except(const Communicator* asked, uint32_t hops) {
+void Process::forward_request_except(const Liveness* asked, uint32_t hops) {
   std::lock_guard lock(mutex_);
-  for (Communicator* communicator : communicators_) {
-    if (communicator != asked && communicator->wait_of_a_thread()) communicator->forward_request(hops);
+  for (Liveness* group : groups_) {
+    if (group != asked && group->wait_of_a_thread()) group->forward_request(hops);
   }
 }
 

@@ -2,7 +2,7 @@
 // another. A rank that is kept waiting in one group may be kept by a peer that itself waits in another one, or that
 // leaves because another one has failed. It answers peers that ask about a group that is not here (yet, or any more).
 //
-// Locks: registry_mutex_, then a link's, then mutex_, then a communicator's own. The reactor thread never takes the
+// Locks: registry_mutex_, then a link's, then mutex_, then a group's own. The reactor thread never takes the
 // first.
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace bagua {
 
-class Communicator;
+class Liveness;
 
 class Process {
  public:
@@ -41,11 +41,11 @@ class Process {
   // Says goodbye on all links and ends them; after the groups were closed. Idempotent.
   void close();
 
-  // A communicator is there from add() to remove(), which it calls before it closes, with its report of the failure
+  // A group is there from add() to remove(), which it calls before it closes, with its report of the failure
   // (abort_bytes) if it has failed. It gets the links to its peers, those that are there and those that will be. [any
   // thread]
-  void add(Communicator* communicator);
-  void remove(Communicator* communicator, std::optional<std::vector<uint8_t>> abort);
+  void add(Liveness* group);
+  void remove(Liveness* group, std::optional<std::vector<uint8_t>> abort);
   // A group that could not be made: its peers that are linked hear the cause now, and those that ask later, as after
   // remove().
   void refuse(const std::string& key, const std::vector<uint8_t>& abort);
@@ -61,13 +61,13 @@ class Process {
 
     void write_to(PeerStatus& status) const;
   };
-  std::optional<Wait> longest_except(const Communicator* asked);
-  // What to tell who asks about a group that is not there; asks along the waits too.
+  std::optional<Wait> longest_except(const Liveness* asked);
+  // Returns the answer about a group that is not there; asks along the waits too.
   PeerStatus status(PeerStatus::Group group);
   // Whether this process hears from a rank of the job, as far as one of its groups can tell or find out. [any thread]
   Hearing hearing_of(int job_rank);
-  // Asks along all of them (Communicator::forward_request).
-  void forward_request_except(const Communicator* asked, uint32_t hops);
+  // Asks along all of them (Liveness::forward_request).
+  void forward_request_except(const Liveness* asked, uint32_t hops);
 
   // Why a group of this process has failed; `cause.rank()` is the job's. Forgotten when the program goes on.
   void note_failure(const Error& cause);
@@ -86,11 +86,11 @@ class Process {
   std::shared_ptr<Reactor> reactor_;  // so that no link fails for want of its descriptors
   std::atomic<bool> has_failed_{false};
 
-  std::mutex registry_mutex_;                          // guards links_, and that a communicator gets each link once
+  std::mutex registry_mutex_;                          // guards links_, and that a group gets each link once
   std::map<int, std::shared_ptr<ProcessLink>> links_;  // by rank of the job
 
-  std::mutex mutex_;  // guards what follows, and keeps the communicators alive while they are asked
-  std::vector<Communicator*> communicators_;
+  std::mutex mutex_;  // guards what follows, and keeps the groups alive while they are asked
+  std::vector<Liveness*> groups_;
   std::optional<Error> failure_;
   ClosedGroups closed_{1000};
 };

@@ -5,7 +5,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include <linux/sockios.h>
@@ -31,9 +30,10 @@ constexpr milliseconds kInquiryInterval{50};
 
 }  // namespace
 
-// Doubt begins early enough that what others hear can be asked within the timeout.
+// Doubt begins early enough that what others hear can be asked within the timeout, and is not old by then.
 ProcessLink::Pace::Pace(milliseconds timeout)
-    : silence(timeout * 8 / 10),
+    : timeout(timeout),
+      silence(timeout - std::min(timeout / 5, milliseconds(1500))),
       heartbeat(std::max(timeout / 10, milliseconds(10))),
       tick(std::clamp(timeout / 50, milliseconds(5), milliseconds(200))) {}
 
@@ -50,13 +50,6 @@ ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted, Hea
 ProcessLink::~ProcessLink() { stop(); }
 
 void ProcessLink::start() { reactor_id_ = reactor_->add(fd_.get(), this, pace_.tick); }
-
-void ProcessLink::say_goodbye() noexcept {
-  try {
-    send(FrameType::kGoodbye, {}, nullptr, 0);
-  } catch (const std::bad_alloc&) {
-  }
-}
 
 void ProcessLink::stop() {
   if (reactor_id_ != 0) reactor_->remove(std::exchange(reactor_id_, 0));
@@ -193,7 +186,6 @@ void ProcessLink::on_ready() {
 
 // A process that did not run for a while, and so sent nothing either, has not listened meanwhile.
 void ProcessLink::on_tick() {
-  if (is_exhausted_) on_exhausted();
   if (has_ended()) return;
   const auto now = Clock::now();
   const auto late = now - ticked_at_ - pace_.tick;
@@ -207,7 +199,7 @@ void ProcessLink::on_tick() {
     }
     reached_host_at_ = std::min(reached_host_at_ + late, now);
   }
-  if (reaches_host()) reached_host_at_ = now;  // before something is sent, which nobody has acknowledged yet
+  if (reaches_host()) reached_host_at_ = now;  // before something is sent, which no rank has acknowledged yet
   bool is_due;
   {
     std::lock_guard lock(send_mutex_);
@@ -216,31 +208,13 @@ void ProcessLink::on_tick() {
   if (is_due) send(FrameType::kHeartbeat, {}, nullptr, 0);
   // An acknowledgement may be delayed, but not for long.
   const auto lasts = silent_for();
-  const Silence silence{lasts, now - reached_host_at_ < lasts / 2};
+  const Silence silence{lasts, now - reached_host_at_ < lasts / 2, lasts + pace_.tick >= pace_.timeout};
   if (silence.lasts < pace_.silence || !has_heard_ || has_ended()) return;
   std::lock_guard lock(routes_mutex_);
   const auto routes = routes_;  // one may remove itself
   for (const auto& [group, route] : routes) {
     if (routes_.count(group) != 0) route->on_silence(silence);
   }
-}
-
-// A part of what came may be lost, so nothing that follows can be read. The groups fail, tell their peers why as far as
-// there is memory for it, and the link ends. Those that there is none for hear of it at a later tick.
-void ProcessLink::on_exhausted() noexcept {
-  is_exhausted_ = true;
-  try {
-    tell_no_memory();
-    is_exhausted_ = false;
-  } catch (const std::bad_alloc&) {
-  }
-  has_ended_.store(true, std::memory_order_release);
-  shutdown(fd_.get(), SHUT_RDWR);
-}
-
-void ProcessLink::tell_no_memory() {
-  std::lock_guard lock(routes_mutex_);
-  for (auto it = routes_.begin(); it != routes_.end();) (it++)->second->on_no_memory();  // one may remove itself
 }
 
 // False when there is nothing to read now, or ever again.
@@ -343,7 +317,7 @@ void ProcessLink::handle_own(FrameType type, const uint8_t* payload, size_t byte
     std::memcpy(&testimony, payload, sizeof testimony);
     std::lock_guard lock(inquiries_mutex_);
     const auto found = asked_.find(testimony.about);
-    if (found == asked_.end()) return;  // nobody has asked
+    if (found == asked_.end()) return;  // no rank has asked
     found->second.hearing = testimony.hearing;
     answered_at_ = found->second.answered_at = Clock::now();
   }

@@ -37,7 +37,7 @@ enum class FrameType : uint32_t {
   kSegmentRequest,
   kSegment,  // passes a descriptor
   kReleased,
-  // Of the link itself:
+  // Frames of the link itself:
   kHeartbeat,
   kGoodbye,
   kInquiry,
@@ -52,6 +52,7 @@ class ProcessLink : public Reactor::Handler {
   struct Silence {
     std::chrono::nanoseconds lasts;
     bool reaches_host;  // see reaches_host(); of what was sent a heartbeat ago, and so has had time to arrive
+    bool is_over;       // the timeout ends before the next look
   };
 
   // One group's end of the link. Called on the reactor thread, and not any more once remove_route has returned.
@@ -66,8 +67,6 @@ class ProcessLink : public Reactor::Handler {
     virtual void on_silence(const Silence& silence) = 0;
     // No descriptor is left for one that was passed.
     virtual void on_lost_descriptor() = 0;
-    // This process has no memory left for what the link is to do, and it ends.
-    virtual void on_no_memory() = 0;
   };
   // A frame of a group that has no route here.
   using Unrouted = std::function<void(ProcessLink& link, FrameType type, const std::string& group,
@@ -75,10 +74,11 @@ class ProcessLink : public Reactor::Handler {
   // Whether this process hears from a rank of the job, which the other one asks; none of the link's routes is asked.
   using Hears = std::function<Hearing(int job_rank)>;
 
-  // How long a peer may be silent before it is doubted, how often this end sends at least, and how often it looks.
+  // How long a peer may be silent until it is named, and until it is doubted, how often this end sends at least, and
+  // how often it looks.
   struct Pace {
     explicit Pace(std::chrono::milliseconds timeout);
-    std::chrono::milliseconds silence, heartbeat, tick;
+    std::chrono::milliseconds timeout, silence, heartbeat, tick;
   };
 
   // `fd`: a connected stream socket.
@@ -87,9 +87,8 @@ class ProcessLink : public Reactor::Handler {
 
   // Begins to read; routes that were added before miss nothing.
   void start();
-  // Tells the peer that this process leaves the job, so that the end of the link is no death. Without memory for that
-  // it is one.
-  void say_goodbye() noexcept;
+  // Tells the peer that this process leaves the job, so that the end of the link is no death.
+  void say_goodbye() { send(FrameType::kGoodbye, {}, nullptr, 0); }
   // Ends this side; no route is called any more. Idempotent.
   void stop();
   bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
@@ -103,23 +102,22 @@ class ProcessLink : public Reactor::Handler {
   // Whether all that was sent has reached the peer's host: one whose process is stopped still acknowledges, a host that
   // is down or behind a cut cable does not.
   bool reaches_host();
-  // For how long nothing has arrived, as far as this process was running.
+  // The time for which nothing has arrived, as far as this process was running.
   std::chrono::nanoseconds silent_for() const;
   const Pace& pace() const { return pace_; }
 
   // Asks the other process whether it hears from a rank of the job, -1: only whether it answers. However many groups
   // want to know, and however often, it is asked once in a while. [any thread]
   void inquire(int about);
-  // What it has answered since then about that rank, if it has. [any thread]
+  // Returns its answer since then about that rank, if there is one. [any thread]
   std::optional<Hearing> testimony(int about, Clock::time_point since) const;
   // Whether it has answered anything since then. [any thread]
   bool has_answered_since(Clock::time_point since) const;
-  // For how long nothing has come since something was asked, by whatever group. [any thread]
+  // The time for which nothing has come since something was asked, by whatever group. [any thread]
   std::chrono::nanoseconds unanswered_for() const;
 
   void on_ready() override;
   void on_tick() override;
-  void on_exhausted() noexcept override;
 
  private:
   bool flush_locked();
@@ -128,7 +126,6 @@ class ProcessLink : public Reactor::Handler {
   void take_frames();
   void handle(FrameType type, const uint8_t* body, size_t bytes);
   void handle_own(FrameType type, const uint8_t* payload, size_t bytes);
-  void tell_no_memory();
   void end(const std::string& how);
 
   const Descriptor fd_;
@@ -141,7 +138,6 @@ class ProcessLink : public Reactor::Handler {
   std::atomic<Clock::rep> heard_at_;             // of the reactor thread, read by any
   std::atomic<Clock::rep> unanswered_since_{0};  // 0: something has come since
   bool has_heard_ = false;                       // reactor thread; before, the peer may not have its end yet
-  bool is_exhausted_ = false;                    // reactor thread: the routes have yet to hear of it
   Clock::time_point reached_host_at_;            // reactor thread, as the next three
   Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;

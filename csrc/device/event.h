@@ -22,7 +22,7 @@ class OwnedEvent {
   Device device() const { return device_; }
   void record(Stream stream) { runtime_.record(event_, stream); }
   bool is_done() const { return runtime_.is_done(event_); }
-  // What is enqueued on `stream` from here on waits for what was recorded last.
+  // Makes what is enqueued on `stream` from here on wait for what was recorded last.
   void let_wait(Stream stream) const { runtime_.wait(stream, event_); }
 
  private:
@@ -31,7 +31,7 @@ class OwnedEvent {
   const Event event_;
 };
 
-// What is enqueued waits for nothing but what the device had to do before: one that needs longer hangs.
+// Enqueued work waits for nothing but what the device had to do before: one that needs longer hangs.
 inline constexpr std::chrono::seconds kLongestWork{10};
 
 // Blocks until the device has come to what was recorded; `meanwhile` is called between looks. False where it has not

@@ -7,7 +7,7 @@
 
 namespace bagua::device {
 
-// Of memory on the stream's device; the two do not overlap. Zero bytes are legal, of null too.
+// Copies memory on the stream's device; the two do not overlap. Zero bytes are legal, of null too.
 inline void copy(void* to, const void* from, size_t bytes, Stream stream) {
   if (bytes == 0) return;
   if (stream.is_cpu()) {

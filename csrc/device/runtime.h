@@ -1,4 +1,4 @@
-// What the core needs of a device, and nothing else: memory, copies, streams and events.
+// The core's needs of a device, and nothing else: memory, copies, streams and events.
 //
 // One Runtime per kind serves all devices of that kind. The CPU has none: what runs there runs at once (memory.h).
 // Everything that takes a stream is enqueued on it and returns at once; the host waits for nothing here. All methods
@@ -23,7 +23,7 @@ class Runtime {
   virtual ~Runtime() = default;
 
   virtual int num_devices() = 0;  // 0 where there is no driver
-  // Of one of them, and of what drives them all, for people to read.
+  // Texts about one of them, and about what drives them all, for people to read.
   struct Description {
     std::string name;
     size_t memory_bytes = 0;
@@ -31,10 +31,11 @@ class Runtime {
   };
   virtual Description describe(int index) = 0;
   virtual std::string versions() = 0;
-  // Of the physical device, or the part of one that it is: two processes, or two hosts, that say the same share it.
+  // The id of the physical device, or of the part of one that it is: two processes, or two hosts, that say the same
+  // share it.
   virtual std::string device_id(Device device) = 0;
-  // Where the physical device is in its host. Parts of one, which have ids of their own, say the same; so may devices
-  // of two hosts.
+  // The address of the physical device in its host. Parts of one, which have ids of their own, say the same; so may
+  // devices of two hosts.
   virtual std::string bus_id(Device device) { return device_id(device); }
   // Calls with the device as the thread's current one, which other libraries go by.
   virtual void call_on(Device device, const std::function<void()>& call) = 0;
@@ -65,7 +66,7 @@ class Runtime {
   virtual void record(Event event, Stream stream) = 0;
   // Whether that is done; true of an event that was never recorded.
   virtual bool is_done(Event event) = 0;
-  // What is enqueued on `stream` from here on waits for what was last recorded. No-op if nothing was.
+  // Makes what is enqueued on `stream` from here on wait for what was last recorded. No-op if nothing was.
   virtual void wait(Stream stream, Event event) = 0;
 
   // An event that also says when the device came to it; others are faster to wait for.
@@ -74,13 +75,13 @@ class Runtime {
   // microsecond, and 24 bits of the distance: a millionth of a second for ten.
   virtual int64_t elapsed_ns(Event begin, Event end) = 0;
 
-  // For a device whose kernels are the host's (emulated): `kernel` runs in the stream's order and may touch what
-  // host_address() gives it for the device's memory. `name` is for who counts launches.
+  // A device whose kernels are the host's (emulated) implements these: `kernel` runs in the stream's order and may
+  // touch what host_address() gives it for the device's memory. `name` is counted.
   virtual void run(Stream stream, const char* name, std::function<void()> kernel);
   virtual void* host_address(const void* device_address);
 };
 
-// Of the device's kind. Throws InvalidArgument where it is the CPU, or nobody has registered one.
+// Returns that of the device's kind. Throws InvalidArgument where it is the CPU, or none is registered.
 Runtime& runtime_of(Device device);
 // CUDA's registers itself where it was built in, the emulated one is the tests'. `runtime` lives as long as the
 // process.

@@ -18,7 +18,7 @@ class Workspace {
  public:
   static constexpr int kNumSlots = 9;
 
-  // Of the stream's device, for what is enqueued on that stream.
+  // The memory is of the stream's device, for what is enqueued on that stream.
   Workspace() = default;
   explicit Workspace(Stream stream) : stream_(stream) {}
   ~Workspace() { clear(); }
@@ -57,7 +57,7 @@ class Workspace {
   uint8_t* allocate(size_t bytes) {
     if (!stream_.is_cpu()) return static_cast<uint8_t*>(device::runtime_of(stream_.device).allocate(bytes, stream_));
     void* data = std::aligned_alloc(64, bytes);
-    if (data == nullptr) throw std::bad_alloc();
+    if (data == nullptr) throw std::bad_alloc();  // the engine names the rank
     return static_cast<uint8_t*>(data);
   }
   void release(Slot& slot) noexcept {

@@ -60,7 +60,8 @@ class DeviceClock {
     }
   }
 
-  // Of a timing event of the device that is done, as exactly as the reference was taken; nothing before the first one.
+  // The time of a timing event of the device that is done, as exactly as the reference was taken; nothing before the
+  // first one.
   std::optional<int64_t> host_ns(device::Event event) const {
     if (reference_ns_ == 0) return std::nullopt;
     return reference_ns_ + runtime_.elapsed_ns(reference_, event);

@@ -1,4 +1,5 @@
-// The worker's loop; see engine.h.
+// Tasks of the host: the queue, the worker's loop, and messages that are under way; see engine.h. What is enqueued on
+// devices is in device_queue.cc.
 #include "csrc/engine/engine.h"
 
 #include <algorithm>
@@ -6,7 +7,7 @@
 #include <new>
 #include <utility>
 
-#include "csrc/common/exhausted.h"
+#include "csrc/common/thread.h"
 
 namespace bagua {
 namespace {
@@ -14,40 +15,31 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// An idle worker looks around this often even if nobody rings; it costs nothing measurable.
+// An idle worker looks around this often even if nothing rings; it costs nothing measurable.
 constexpr nanoseconds kIdleSleep = milliseconds(500);
 // With operations in flight their deadlines have to be looked at.
 constexpr nanoseconds kInFlightSleep = milliseconds(20);
-// After the group has failed, how long what all of its ranks had enqueued before may take on the device.
-constexpr nanoseconds kFailureGrace = milliseconds(300);
-// A device rings for nobody, so it is looked at; the longer it takes, the less often.
+// A device rings no bell, so it is looked at; the longer it takes, the less often.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50), kLongestPollInterval = milliseconds(1);
 constexpr int kLooksPerDuration = 16;
-// How soon to try again where there is no memory to tell of a failure.
-constexpr nanoseconds kMemoryPause = milliseconds(10);
 
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
-    : communicator_(std::move(communicator)),
-      no_memory_(out_of_memory(communicator_->rank())),
-      thresholds_(thresholds) {
-  communicator_->set_num_waiters({counts_, &counts_->waiters});
-  communicator_->set_wake_worker([this] { wake_worker(); });
+    : communicator_(std::move(communicator)), thresholds_(thresholds) {
+  communicator_->liveness().set_num_waiters({counts_, &counts_->waiters});
+  communicator_->liveness().set_wake_worker([this] { wake_worker(); });
   try {
     worker_ = start_thread("bagua-" + communicator_->name(), [this] { loop(); });
   } catch (const Error& error) {  // the peers may be there already
     const Error cause = of_rank(error, communicator_->rank());
-    communicator_->poison(cause);
+    communicator_->liveness().poison(cause);
     throw cause;
   }
 }
 
 Engine::~Engine() {
-  try {
-    close();
-  } catch (const std::bad_alloc&) {  // the worker has ended, and with the communicator its links do
-  }
+  close();
   device_sides_.clear();  // which give the devices time to come to an end
   release_late();
   // A device that hangs or has failed may still write there, so it keeps it.
@@ -68,7 +60,7 @@ Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeo
   return task;
 }
 
-// The worker may have ended already: nobody would complete it.
+// The worker may have ended already: nothing would complete it.
 std::shared_ptr<Work> Engine::refuse_locked() {
   auto work = std::make_shared<Work>(next_ticket_++);
   work->fail(Error(ErrorKind::kAborted, "the group '" + communicator_->name() + "' is being destroyed",
@@ -169,26 +161,12 @@ void Engine::release_token() {
 }
 
 void Engine::loop() {
-  Task task;
-  for (;;) {
-    try {
-      if (!advance(task)) return;
-    } catch (const std::bad_alloc&) {
-      if (!task.work && in_flight_.empty()) {  // without the token, which another thread may hold
-        communicator_->poison(no_memory_);
-        continue;
-      }
-      const Error cause = poison_with_current_exception();
-      fail_in_flight(cause);
-      if (task.work && !task.work->is_completed()) fail(task, cause);
-      task = Task{};
-      release_token();
-    }
+  while (advance()) {
   }
 }
 
-// One round of the worker; false once it is to end. `task` is what it has taken and not ended.
-bool Engine::advance(Task& task) {
+// One round of the worker; false once it is to end.
+bool Engine::advance() {
   const auto advanced = [this] {
     const bool ended = complete_enqueued();
     if (in_flight_.empty() || !complete_in_flight()) return ended;
@@ -196,16 +174,16 @@ bool Engine::advance(Task& task) {
     return true;
   };
   dial_probed();
+  Task task;
   if (take(task)) {
     if (task.run) {
       execute(task);
     } else {
       const Deadline deadline = Deadline::after(task.timeout);
-      in_flight_.emplace_back(std::move(task), deadline);  // where that throws, the task is still here
+      in_flight_.emplace_back(std::move(task), deadline);
       ++num_unposted_;
       complete_in_flight();
     }
-    task = Task{};
     release_token();
     return true;
   }
@@ -221,14 +199,7 @@ bool Engine::advance(Task& task) {
     finished = stopping_ && queue_.empty() && !running_ && enqueued_.empty();
     has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
   }
-  bool again = finished || has_task;
-  try {
-    again = again || advanced();
-  } catch (...) {
-    bell.cancel();
-    throw;
-  }
-  if (again) {
+  if (finished || has_task || advanced()) {
     bell.cancel();
     return !finished;
   }
@@ -239,9 +210,8 @@ bool Engine::advance(Task& task) {
 // A peer that cannot be dialed is not known to be there; that fails nothing.
 void Engine::dial_probed() {
   try {
-    communicator_->dial_probed();
+    communicator_->liveness().dial_probed();
   } catch (const Error&) {
-  } catch (const std::bad_alloc&) {
   }
 }
 
@@ -251,25 +221,6 @@ std::chrono::nanoseconds Engine::idle_sleep() const {
   if (counts_->waiters.load(std::memory_order_relaxed) > 0) return kPollInterval;
   const nanoseconds age(EventLog::now_ns() - enqueued_.front().begin_ns);
   return std::clamp(age / kLooksPerDuration, kPollInterval, kLongestPollInterval);
-}
-
-DeviceSide& Engine::side_of(Device device) {
-  for (auto& side : device_sides_) {
-    if (side->stream().device == device) return *side;
-  }
-  device_sides_.push_back(std::make_unique<DeviceSide>(device));
-  communicator_->set_while_waiting([this] {
-    if (std::this_thread::get_id() == worker_.get_id()) complete_enqueued();
-  });
-  return *device_sides_.back();
-}
-
-// The group's own stream on a device, with what follows behind the place's ready event.
-Stream Engine::stream_behind(const Place& place) {
-  if (place.device.is_cpu()) return {};
-  const Stream stream = side_of(place.device).stream();
-  if (place.ready) place.ready->let_wait(stream);
-  return stream;
 }
 
 void Engine::execute(Task& task) {
@@ -299,11 +250,10 @@ void Engine::execute(Task& task) {
     const uint64_t network_sent = communicator_->network_bytes_sent() - network_sent_before;
     if (side != nullptr) {
       if (!context.counts_nonfinite) num_nonfinite.reset();
-      side->record(interval->end);                 // may throw, as the next,
-      auto done = device::recorded_event(stream);  // while the task is still here
+      side->record(interval->end);  // may throw, as the next
+      auto done = device::recorded_event(stream);
       note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
-                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)},
-                    task);
+                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)});
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -314,162 +264,6 @@ void Engine::execute(Task& task) {
     fail_in_flight(cause);
     fail(task, cause, wait_for_leftovers(task.place.device));
   }
-}
-
-// What a failed operation has enqueued still uses its tensors, which are the program's again once it has failed.
-// Returns the end of it; null: nothing was.
-device::SharedEvent Engine::wait_for_leftovers(Device device) {
-  if (device.is_cpu()) return nullptr;
-  try {
-    auto end = device::recorded_event(side_of(device).stream());
-    device::is_done_by(Deadline::after(device::kLongestWork), *end, [this] {
-      complete_enqueued();
-      if (enqueued_.empty()) communicator_->abort_device_transport();
-    });
-    return end;
-  } catch (const Error&) {  // a device that is lost, or was never there
-    return nullptr;
-  } catch (const std::bad_alloc&) {
-    return nullptr;
-  }
-}
-
-uint64_t Engine::device_workspace_bytes() const {
-  uint64_t bytes = 0;
-  for (const auto& side : device_sides_) bytes += side->workspace().total_bytes();
-  return bytes;
-}
-
-// The task of `operation` was `task`, and is again where this throws.
-void Engine::note_enqueued(Enqueued&& operation, Task& task) {
-  operation.task.work->set_enqueued(operation.done);
-  try {
-    enqueued_.push_back(std::move(operation));
-  } catch (const std::bad_alloc&) {
-    task = std::move(operation.task);
-    throw;
-  }
-}
-
-// Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
-// one. Staged, what was enqueued ends well even if the group fails meanwhile: its peers have done their part. Over a
-// device transport it may wait for them still.
-bool Engine::complete_enqueued() {
-  release_late();
-  if (enqueued_.empty()) return false;
-  const bool ended = complete_done();
-  const auto cause = cause_to_give_up();
-  if (!cause) return ended;
-  // All of it: what an abort ends looks done from here on. It ends soon, not at once; or never, behind what another
-  // group has enqueued.
-  const Deadline limit = Deadline::after(kFailureGrace);
-  while (!enqueued_.empty()) {
-    Enqueued& operation = enqueued_.front();
-    device::is_done_by(limit, *operation.done);
-    fail(operation.task, *cause, operation.done);
-    enqueued_.pop_front();
-  }
-  return true;
-}
-
-// On the device. Messages of two ranks are staged in any case.
-bool Engine::waits_for_peers(const Enqueued& operation) const {
-  return communicator_->has_device_transport() && operation.task.operation.kind != OperationKind::kPointToPoint;
-}
-
-bool Engine::complete_done() {
-  bool ended = false;
-  for (auto it = enqueued_.begin(); it != enqueued_.end();) {
-    Enqueued& operation = *it;
-    Task& task = operation.task;
-    std::optional<Error> failure;
-    try {
-      // Those that are left before it are not done. Of one device they are in one stream.
-      const bool is_behind = std::any_of(enqueued_.begin(), it, [&](const Enqueued& earlier) {
-        return earlier.task.place.device == task.place.device;
-      });
-      if (is_behind || !operation.done->is_done()) {
-        if (!operation.deadline.expired() || waits_for_peers(operation)) {
-          ++it;
-          continue;
-        }
-        throw Error(ErrorKind::kDeadlineExceeded,
-                    "the peers have done their part of " + describe(task.operation) + ", but " +
-                        device_name(task.place.device) + " of this rank has not finished it in time",
-                    communicator_->rank(), std::string(operation_name(task.operation.kind)));
-      }
-      if (operation.interval) log_device_operation(operation);
-    } catch (const Error& error) {
-      communicator_->poison(error);
-      failure = error;
-    }
-    if (failure) {
-      fail(task, *failure, operation.done);
-    } else {
-      if (operation.num_nonfinite) task.work->set_result_finite(*operation.num_nonfinite == 0);
-      complete(task, 0, operation.bytes_sent, operation.network_bytes_sent);
-    }
-    it = enqueued_.erase(it);
-    ended = true;
-  }
-  return ended;
-}
-
-// As its device has seen it. Where the device's clock is not known yet: from its enqueuing until now.
-void Engine::log_device_operation(const Enqueued& operation) {
-  const int64_t now_ns = EventLog::now_ns();
-  DeviceSide& side = side_of(operation.task.place.device);
-  const auto begin = side.clock().host_ns(operation.interval->begin);
-  const auto end = side.clock().host_ns(operation.interval->end);
-  // What the host knows holds however well the two clocks are compared: the device began after the enqueuing began, and
-  // after the operation before, and it has ended.
-  const int64_t earliest_ns = std::min(std::max(operation.begin_ns, side.logged_until_ns), now_ns);
-  const int64_t begin_ns = std::clamp(begin.value_or(earliest_ns), earliest_ns, now_ns);
-  const int64_t end_ns = std::clamp(end.value_or(now_ns), begin_ns, now_ns);
-  side.logged_until_ns = end_ns;
-  events_.add_operation(operation.task.work->ticket(), operation.waits_for_some, begin_ns, end_ns,
-                        operation.task.bytes);
-}
-
-// Why what is enqueued on a device transport will not end, which is aborted then: it reports a failure, a deadline has
-// passed, or the group has failed and what its ranks had all enqueued before has had its time.
-std::optional<Error> Engine::cause_to_give_up() {
-  if (enqueued_.empty() || !communicator_->has_device_transport()) return std::nullopt;
-  bool is_lost = false;
-  try {
-    communicator_->check_device_transport();
-    for (const Enqueued& operation : enqueued_) expect_in_time(operation);
-  } catch (const Error& error) {
-    // A broken connection is often the consequence of something that its peer is about to tell.
-    if (error.kind() == ErrorKind::kTransport && !communicator_->is_poisoned()) {
-      if (!cause_is_told_at_) cause_is_told_at_ = Deadline::after(kFailureGrace);
-      if (!cause_is_told_at_->expired()) return std::nullopt;
-    }
-    communicator_->poison(error);
-    is_lost = true;
-  }
-  if (!communicator_->is_poisoned()) return std::nullopt;
-  if (!give_up_at_) give_up_at_ = Deadline::after(kFailureGrace);
-  if (!is_lost && !give_up_at_->expired()) return std::nullopt;
-  communicator_->abort_device_transport();
-  return first_cause();
-}
-
-// Names no rank: who keeps the device waiting, it does not tell.
-void Engine::expect_in_time(const Enqueued& operation) {
-  if (!operation.deadline.expired() || !waits_for_peers(operation)) return;
-  const Task& task = operation.task;
-  const DeviceTurns::Enqueued& before = operation.before;
-  const bool has_begun = before.end == nullptr || before.end->is_done();
-  throw Error(
-      ErrorKind::kDeadlineExceeded,
-      device_name(task.place.device) + " of rank " + std::to_string(communicator_->rank()) + " has not " +
-          (has_begun ? "finished " : "begun ") + describe(task.operation) + " over " + communicator_->device_path() +
-          " in time, " +
-          (has_begun ? "though all ranks have begun it: its part or a peer's hangs on the device; it was aborted"
-                     : "for it stands behind an operation of the group '" + before.group +
-                           "' on that device, which has not ended; it was aborted"),
-      -1, std::string(operation_name(task.operation.kind)));
 }
 
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
@@ -485,46 +279,32 @@ void Engine::fail(Task& task, const Error& cause, device::SharedEvent done) {
   task.work->fail(cause, is_late);
 }
 
-void Engine::release_late() {
-  std::erase_if(late_, [](const Late& late) {
-    if (!device::is_done_by(Deadline::after({}), *late.done)) return false;
-    late.work->release();
-    return true;
-  });
-}
-
-// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause. Where
-// there is no memory for that it waits for some: nobody else would end the operation.
+// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause.
 Error Engine::poison_with_current_exception() {
-  for (;;) {
-    try {
-      poison_once_with_current_exception();
-      return first_cause();
-    } catch (const std::bad_alloc&) {
-      std::this_thread::sleep_for(kMemoryPause);
-    }
-  }
-}
-
-void Engine::poison_once_with_current_exception() {
+  Liveness& liveness = communicator_->liveness();
   try {
     throw;
   } catch (const Error& error) {
-    communicator_->poison(error);
-  } catch (const std::bad_alloc&) {
-    communicator_->poison(no_memory_);
+    liveness.poison(error);
+  } catch (const std::bad_alloc&) {  // of a size that the program has chosen
+    liveness.poison(Error(ErrorKind::kTransport,
+                          "this rank has no memory left for an operation; raise its memory limit (the container's, or "
+                          "`ulimit -v`), or use less: smaller tensors and buckets, fewer groups",
+                          communicator_->rank()));
   } catch (const std::exception& error) {
-    communicator_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
+    liveness.poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
   }
   communicator_->cancel();
   communicator_->end_and_isolate();
-  // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
+  // Work that this operation has enqueued may wait for peers that will not come. Others that are enqueued have their
+  // time.
   if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
+  return first_cause();
 }
 
 Error Engine::first_cause() const {
   try {
-    communicator_->throw_if_poisoned();
+    communicator_->liveness().throw_if_poisoned();
   } catch (const Error& cause) {
     return cause;
   }
@@ -539,7 +319,7 @@ void Engine::tell_awaited_message() {
     peer = operation.task.peer;
     break;
   }
-  communicator_->now_awaits_message(peer);
+  communicator_->liveness().now_awaits_message(peer);
 }
 
 // Posts what can be posted without waiting for a connection; true if anything was. A peer that is connected during the
@@ -588,8 +368,7 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}},
-                        it->task);
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}});
         }
         it = in_flight_.erase(it);
         advanced = true;
@@ -605,7 +384,7 @@ bool Engine::complete_in_flight() {
       ++it;
     }
     if (in_flight_.empty()) {  // said while the token is held: next it may wait for a collective
-      communicator_->now_awaits_message(-1);
+      communicator_->liveness().now_awaits_message(-1);
       communicator_->no_message_is_under_way();
     }
     return advanced;
@@ -622,7 +401,6 @@ void Engine::fail_in_flight(const Error& cause) {
     try {
       if (operation.is_posted && !operation.stream.is_cpu()) done = device::recorded_event(operation.stream);
     } catch (const Error&) {  // a device that is lost
-    } catch (const std::bad_alloc&) {
     }
     fail(operation.task, cause, std::move(done));
   }
@@ -633,11 +411,11 @@ void Engine::fail_in_flight(const Error& cause) {
 void Engine::abort_pending() {
   const size_t pending = counts_->outstanding.load(std::memory_order_relaxed);
   if (pending == 0) return;
-  communicator_->poison(Error(ErrorKind::kAborted,
-                              "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" +
-                                  communicator_->name() + "' with " + std::to_string(pending) +
-                                  (pending == 1 ? " operation" : " operations") + " pending; wait for them first",
-                              communicator_->rank()));
+  communicator_->liveness().poison(Error(
+      ErrorKind::kAborted,
+      "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" + communicator_->name() + "' with " +
+          std::to_string(pending) + (pending == 1 ? " operation" : " operations") + " pending; wait for them first",
+      communicator_->rank()));
 }
 
 void Engine::close() {
@@ -654,11 +432,7 @@ void Engine::close() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  try {
-    abort_pending();
-  } catch (const std::bad_alloc&) {
-    communicator_->poison(no_memory_);
-  }
+  abort_pending();
   wake_worker();
   worker_.join();
   communicator_->close();

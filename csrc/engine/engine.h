@@ -36,7 +36,7 @@ class Engine {
   using Run = std::function<uint64_t(Context&)>;  // returns the number of non-finite blocks
   using Timeout = std::chrono::nanoseconds;
 
-  // Where an operation's tensors are ready on a device: the point that `ready` marks. Of the CPU: now.
+  // The point at which an operation's tensors are ready on a device: the one that `ready` marks. Of the CPU: now.
   struct Place {
     Device device;
     device::SharedEvent ready;
@@ -94,7 +94,7 @@ class Engine {
     int64_t begin_ns = EventLog::now_ns();
     Request request;
   };
-  // Of an operation on a device, from its enqueuing to its end.
+  // An operation on a device, from its enqueuing to its end.
   struct Enqueued {
     Task task;
     Deadline deadline;
@@ -107,7 +107,7 @@ class Engine {
     uint64_t network_bytes_sent = 0;
     DeviceTurns::Enqueued before;  // its turn on the device
   };
-  // What has failed while its device was late, and uses what it keeps until `done`.
+  // An operation that has failed while its device was late, and uses what it keeps until `done`.
   struct Late {
     std::shared_ptr<Work> work;
     device::SharedEvent done;
@@ -117,14 +117,14 @@ class Engine {
   std::shared_ptr<Work> submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes, Operation operation,
                                               Timeout timeout, Place place);
   void loop();
-  bool advance(Task& task);
+  bool advance();
   void wake_worker();
   bool take(Task& task);
   void release_token();
   void execute(Task& task);
   DeviceSide& side_of(Device device);
   Stream stream_behind(const Place& place);
-  void note_enqueued(Enqueued&& operation, Task& task);
+  void note_enqueued(Enqueued&& operation);
   device::SharedEvent wait_for_leftovers(Device device);
   bool complete_enqueued();
   void log_device_operation(const Enqueued& operation);
@@ -144,12 +144,10 @@ class Engine {
   void dial_probed();
   void fail_in_flight(const Error& cause);
   Error poison_with_current_exception();
-  void poison_once_with_current_exception();
   Error first_cause() const;
 
   const uint32_t generation_ = process_generation();
   std::unique_ptr<Communicator> communicator_;
-  const Error no_memory_;  // there before it is needed
   const collectives::Thresholds thresholds_;
   Workspace workspace_;                                    // holder of the token
   std::vector<std::unique_ptr<DeviceSide>> device_sides_;  // worker thread, as the next

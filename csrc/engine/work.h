@@ -23,7 +23,7 @@ namespace bagua {
 
 class Work {
  public:
-  // Of all operations of an engine.
+  // The counts of all operations of an engine.
   struct Counts {
     std::atomic<int> waiters{0};  // threads that stand still for one
     // Submitted, and neither ended nor handed to a stream that waits for them. Lowered before the waiter of an
@@ -60,7 +60,7 @@ class Work {
     return changed_.wait_for(lock, limit, [this] { return is_completed(); });
   }
 
-  // Of an operation on a device: false when `limit` passed before all of it was enqueued, or it had ended.
+  // Returns false when `limit` passed before all of an operation on a device was enqueued, or it had ended.
   bool wait_enqueued_for(std::chrono::nanoseconds limit) {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, limit, [this] { return done_event_ != nullptr || is_completed(); });
@@ -105,21 +105,21 @@ class Work {
     const int known = result_.load(std::memory_order_relaxed);
     return known == kNotLooked ? std::nullopt : std::optional<bool>(known == kFinite);
   }
-  // What the operation reads and writes lives in `kept`, until it has ended or let_go() has been called, whoever lets
-  // go of this handle. `stream` is where that memory is used next. Not kept where the operation has ended already.
+  // Memory that the operation reads and writes lives in `kept`, until it has ended or let_go() has been called, whoever
+  // lets go of this handle. `stream` is where that memory is used next. Not kept where the operation has ended already.
   void keep(std::shared_ptr<void> kept, Stream stream) {
     std::lock_guard lock(mutex_);
     if (is_completed() && !is_in_use_) return;
     kept_ = std::move(kept);
     reused_on_ = stream;
   }
-  // What is enqueued on `stream` from now on stands behind the operation. So may what uses the memory next.
+  // Work that is enqueued on `stream` from now on stands behind the operation. So may what uses the memory next.
   void let_go(Stream stream) {
     std::lock_guard lock(mutex_);
     if (stream == reused_on_) kept_.reset();
   }
 
-  // By the operation, before it completes.
+  // Called by the operation, before it completes.
   void set_result_finite(bool is_finite) { result_.store(is_finite ? kFinite : kNotFinite, std::memory_order_relaxed); }
   // Payload that this rank has sent for a collective: in all, and of it over a network instead of shared memory.
   // Meaningful once completed; 0 for one that failed.

@@ -19,7 +19,7 @@
 
 namespace bagua::kernels {
 
-// What a launch takes: with so many its parameters fit into the 4 KB that every GPU has room for.
+// The most that a launch takes: with so many its parameters fit into the 4 KB that every GPU has room for.
 inline constexpr int kAdamMaxTensors = 64;
 
 struct AdamTensor {

@@ -9,8 +9,8 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/kernels/adam.h"
+#include "csrc/kernels/block_kernels.h"
 #include "csrc/kernels/copy_segments.h"
-#include "csrc/kernels/counter_rng.h"
 #include "csrc/kernels/digest.h"
 #include "csrc/kernels/fused.h"
 
@@ -33,45 +33,8 @@ uint64_t digest(const void* data, size_t num_bytes);
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel,
-                     uint64_t* num_nonfinite);
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite);
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite);
 
-void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
-void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
-void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
-                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks);
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination);
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator);
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks);
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks);
-
-void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
-void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
-void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
-                          uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-
-void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination);
-void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator);
-void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, uint64_t* num_nonfinite_blocks);
-void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
+extern const BlockKernels kHalf, kMinmaxUint8, kOnebit, kQsgd, kTopk;
 
 }  // namespace cpu
 
@@ -92,48 +55,8 @@ void digest(const DigestPiece* pieces, int num_pieces, uint64_t* digests, Stream
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
-                     Stream stream);
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream);
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream);
 
-void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                         Stream stream);
-void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
-void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
-void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
-void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
-                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
-
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks, Stream stream);
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream);
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream);
-
-void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                   Stream stream);
-void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
-void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
-void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
-void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
-                          uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
-
-void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                 Stream stream);
-void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
-void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
-void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
-void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
+extern const BlockKernels kHalf, kMinmaxUint8, kOnebit, kQsgd, kTopk;
 
 }  // namespace cuda
 

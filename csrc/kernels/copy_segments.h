@@ -9,7 +9,7 @@
 
 namespace bagua::kernels {
 
-// What a launch takes: with so many its parameters fit into the 4 KB that every GPU has room for.
+// The most that a launch takes: with so many its parameters fit into the 4 KB that every GPU has room for.
 inline constexpr int kMaxCopySegments = 128;
 
 struct CopySegment {

@@ -12,7 +12,8 @@
 
 namespace bagua::kernels {
 
-// As memcpy, for any sizes and alignments; other threads see it once they synchronise with this one, as with any store.
+// The same as memcpy, for any sizes and alignments; other threads see it once they synchronise with this one, as with
+// any store.
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream);
 
 }  // namespace bagua::kernels

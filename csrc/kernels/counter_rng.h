@@ -13,7 +13,8 @@
 
 namespace bagua {
 
-// Of a message whose first element is element `first`, a multiple of the codec's block, of what the key stands for.
+// The numbers of a message whose first element is element `first`, a multiple of the codec's block, of what the key
+// stands for.
 struct CounterRng {
   uint64_t key = 0;
   uint64_t first = 0;

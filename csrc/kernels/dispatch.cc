@@ -15,12 +15,12 @@
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
 #include "csrc/kernels/fused.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
-#include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/topk.h"
 #include "csrc/kernels/weighted_sum.h"
@@ -42,25 +42,6 @@ void check_codec_dtype(const char* kernel, DType dtype) {
   check_one_of(dtype == DType::kF32 || is_half(dtype), kernel, "dtype", dtype, "float32, float16, bfloat16");
 }
 
-void check_qsgd_bits(const char* kernel, int bits) {
-  if (bits != 8 && bits != 4 && bits != 2) {
-    reject(std::string(kernel) + ": bits is " + std::to_string(bits) + ", expected 8, 4 or 2");
-  }
-}
-
-void check_qsgd_first(const char* kernel, CounterRng rng) {
-  if (rng.first % kQsgdBlockNumel != 0) {
-    reject(std::string(kernel) + ": the message begins at element " + std::to_string(rng.first) +
-           ", expected a multiple of " + std::to_string(kQsgdBlockNumel));
-  }
-}
-
-void check_topk_k(const char* kernel, int k) {
-  if (k < 8 || k > static_cast<int>(kTopkMaxK) || (k & (k - 1)) != 0) {
-    reject(std::string(kernel) + ": k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
-  }
-}
-
 void check_defined(const char* kernel, ReduceOp op, DType dtype) {
   if (is_defined(op, dtype)) return;
   const char* advice = is_floating(dtype)      ? "use SUM, AVG, PRODUCT, MIN or MAX"
@@ -70,17 +51,25 @@ void check_defined(const char* kernel, ReduceOp op, DType dtype) {
          std::string(dtype_name(dtype)) + "; " + advice);
 }
 
+// Put together only where a device counts launches by name.
+struct KernelName {
+  const char* codec;
+  const char* kernel;
+  KernelName(const char* codec, const char* kernel = "") : codec(codec), kernel(kernel) {}
+  std::string text() const { return std::string(codec) + kernel; }
+};
+
 // `on_host(view)` calls cpu::, with view(pointer) for every pointer into the stream's memory; `on_cuda()` calls cuda::.
 // Both may run after this has returned, so they hold copies of what they need.
 template <typename OnHost, typename OnCuda>
-void run(const char* kernel, Stream stream, OnHost on_host, OnCuda on_cuda) {
+void run(KernelName kernel, Stream stream, OnHost on_host, OnCuda on_cuda) {
   switch (stream.device.kind) {
     case DeviceKind::kCpu: on_host([](auto* pointer) { return pointer; }); return;
     case DeviceKind::kCuda: on_cuda(); return;
     case DeviceKind::kEmulated: break;
   }
   device::Runtime& runtime = device::runtime_of(stream.device);
-  runtime.run(stream, kernel, [on_host = std::move(on_host), &runtime] {
+  runtime.run(stream, kernel.text().c_str(), [on_host = std::move(on_host), &runtime] {
     on_host([&runtime]<typename T>(T* pointer) {
       return pointer == nullptr ? nullptr : static_cast<T*>(runtime.host_address(pointer));
     });
@@ -93,7 +82,7 @@ void check_residual(const char* kernel, const Residual& residual) {
                residual.dtype, "float32, bfloat16");
 }
 
-// That of no elements may be null.
+// The residual of no elements may be null.
 void check_residual_is_on(const char* kernel, const Residual& residual, size_t numel) {
   if (!residual.is_on() && numel > 0)
     reject(std::string(kernel) + ": residual.out is null, expected memory for the new residual");
@@ -212,261 +201,111 @@ void cast_add(DType from, const void* source, float* accumulator, size_t numel, 
       [=] { cuda::cast_add(from, source, accumulator, numel, stream); });
 }
 
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
-                     Stream stream) {
-  check_codec_dtype("saturating_cast", from);
-  check_one_of(is_half(to), "saturating_cast", "to", to, "float16, bfloat16");
-  run(
-      "saturating_cast", stream,
-      [=](auto at) { cpu::saturating_cast(from, at(source), to, at(destination), numel, at(num_nonfinite)); },
-      [=] { cuda::saturating_cast(from, source, to, destination, numel, num_nonfinite, stream); });
+namespace {
+
+// A codec of kernels, and what it takes for its option.
+struct BlockCodec {
+  const char* name;
+  const BlockKernels& on_cpu;
+  const BlockKernels& on_cuda;
+  size_t block_numel;
+  void (*check_option)(int option);
+};
+
+constexpr BlockCodec kHalfCodec = {"half", cpu::kHalf, cuda::kHalf, 1, [](int dtype) {
+                                     check_one_of(is_half(static_cast<DType>(dtype)), "half", "the wire's dtype",
+                                                  static_cast<DType>(dtype), "float16, bfloat16");
+                                   }};
+constexpr BlockCodec kMinmaxUint8Codec = {"minmax_uint8", cpu::kMinmaxUint8, cuda::kMinmaxUint8, kBlockNumel,
+                                          [](int) {}};
+constexpr BlockCodec kOnebitCodec = {"onebit", cpu::kOnebit, cuda::kOnebit, kBlockNumel, [](int) {}};
+constexpr BlockCodec kQsgdCodec = {"qsgd", cpu::kQsgd, cuda::kQsgd, kBlockNumel, [](int bits) {
+                                     if (bits == 8 || bits == 4 || bits == 2) return;
+                                     reject("qsgd: bits is " + std::to_string(bits) + ", expected 8, 4 or 2");
+                                   }};
+constexpr BlockCodec kTopkCodec = {"topk", cpu::kTopk, cuda::kTopk, kBlockNumel, [](int k) {
+                                     if (k >= 8 && k <= static_cast<int>(kTopkMaxK) && (k & (k - 1)) == 0) return;
+                                     reject("topk: k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
+                                   }};
+
+void check_first(const BlockCodec& codec, CounterRng rng) {
+  if (rng.first % codec.block_numel == 0) return;
+  reject(std::string(codec.name) + ": the message begins at element " + std::to_string(rng.first) +
+         ", expected a multiple of " + std::to_string(codec.block_numel));
 }
 
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
-  check_codec_dtype("saturating_cast_with_residual", from);
-  check_one_of(is_half(to), "saturating_cast_with_residual", "to", to, "float16, bfloat16");
-  check_residual_is_on("saturating_cast_with_residual", residual, numel);
-  run(
-      "saturating_cast_with_residual", stream,
-      [=](auto at) {
-        cpu::saturating_cast_with_residual(from, at(source), viewed(residual, at), to, numel, at(bytes),
-                                           at(num_nonfinite));
-      },
-      [=] { cuda::saturating_cast_with_residual(from, source, residual, to, numel, bytes, num_nonfinite, stream); });
-}
+template <const BlockCodec& kCodec>
+constexpr BlockKernels kDispatched = {
+    [](int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
+       uint64_t* num_nonfinite, Stream stream) {
+      check_codec_dtype(kCodec.name, dtype);
+      kCodec.check_option(option);
+      check_first(kCodec, rng);
+      run(
+          {kCodec.name, "_encode"}, stream,
+          [=](auto at) {
+            kCodec.on_cpu.encode(option, dtype, at(source), numel, at(bytes), rng, at(num_nonfinite), Stream{});
+          },
+          [=] { kCodec.on_cuda.encode(option, dtype, source, numel, bytes, rng, num_nonfinite, stream); });
+    },
+    [](int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+      check_codec_dtype(kCodec.name, dtype);
+      kCodec.check_option(option);
+      run(
+          {kCodec.name, "_decode"}, stream,
+          [=](auto at) { kCodec.on_cpu.decode(option, dtype, at(bytes), numel, at(destination), Stream{}); },
+          [=] { kCodec.on_cuda.decode(option, dtype, bytes, numel, destination, stream); });
+    },
+    [](int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+      kCodec.check_option(option);
+      run(
+          {kCodec.name, "_decode_add"}, stream,
+          [=](auto at) { kCodec.on_cpu.decode_add(option, at(bytes), numel, at(accumulator), Stream{}); },
+          [=] { kCodec.on_cuda.decode_add(option, bytes, numel, accumulator, stream); });
+    },
+    [](int option, DType dtype, const void* source, const Residual& residual, size_t numel, uint8_t* bytes,
+       CounterRng rng, uint64_t* num_nonfinite, Stream stream) {
+      check_codec_dtype(kCodec.name, dtype);
+      kCodec.check_option(option);
+      check_first(kCodec, rng);
+      check_residual_is_on(kCodec.name, residual, numel);
+      run(
+          {kCodec.name, "_encode_with_residual"}, stream,
+          [=](auto at) {
+            kCodec.on_cpu.encode_with_residual(option, dtype, at(source), viewed(residual, at), numel, at(bytes), rng,
+                                               at(num_nonfinite), Stream{});
+          },
+          [=] {
+            kCodec.on_cuda.encode_with_residual(option, dtype, source, residual, numel, bytes, rng, num_nonfinite,
+                                                stream);
+          });
+    },
+    [](int option, const Contributions& contributions, double factor, const Residual& residual, size_t numel,
+       uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite, Stream stream) {
+      kCodec.check_option(option);
+      check_first(kCodec, rng);
+      check_contributions(kCodec.name, contributions);
+      check_residual(kCodec.name, residual);
+      run(
+          {kCodec.name, "_reduce_encode"}, stream,
+          [=](auto at) {
+            kCodec.on_cpu.reduce_encode(option, viewed(contributions, at), factor, viewed(residual, at), numel,
+                                        at(bytes), rng, at(num_nonfinite), Stream{});
+          },
+          [=] {
+            kCodec.on_cuda.reduce_encode(option, contributions, factor, residual, numel, bytes, rng, num_nonfinite,
+                                         stream);
+          });
+    },
+};
 
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
-  check_one_of(is_half(to), "reduce_saturating_cast", "to", to, "float16, bfloat16");
-  check_contributions("reduce_saturating_cast", contributions);
-  check_residual("reduce_saturating_cast", residual);
-  run(
-      "reduce_saturating_cast", stream,
-      [=](auto at) {
-        cpu::reduce_saturating_cast(viewed(contributions, at), factor, viewed(residual, at), to, numel, at(bytes),
-                                    at(num_nonfinite));
-      },
-      [=] { cuda::reduce_saturating_cast(contributions, factor, residual, to, numel, bytes, num_nonfinite, stream); });
-}
+}  // namespace
 
-void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                         Stream stream) {
-  check_codec_dtype("minmax_uint8_encode", dtype);
-  run(
-      "minmax_uint8_encode", stream,
-      [=](auto at) { cpu::minmax_uint8_encode(dtype, at(source), numel, at(bytes), at(num_nonfinite_blocks)); },
-      [=] { cuda::minmax_uint8_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream); });
-}
-
-void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  check_codec_dtype("minmax_uint8_decode", dtype);
-  run(
-      "minmax_uint8_decode", stream,
-      [=](auto at) { cpu::minmax_uint8_decode(dtype, at(bytes), numel, at(destination)); },
-      [=] { cuda::minmax_uint8_decode(dtype, bytes, numel, destination, stream); });
-}
-
-void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  run(
-      "minmax_uint8_decode_add", stream,
-      [=](auto at) { cpu::minmax_uint8_decode_add(at(bytes), numel, at(accumulator)); },
-      [=] { cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream); });
-}
-
-void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_codec_dtype("minmax_uint8_encode_with_residual", dtype);
-  check_residual_is_on("minmax_uint8_encode_with_residual", residual, numel);
-  run(
-      "minmax_uint8_encode_with_residual", stream,
-      [=](auto at) {
-        cpu::minmax_uint8_encode_with_residual(dtype, at(source), viewed(residual, at), numel, at(bytes),
-                                               at(num_nonfinite_blocks));
-      },
-      [=] {
-        cuda::minmax_uint8_encode_with_residual(dtype, source, residual, numel, bytes, num_nonfinite_blocks, stream);
-      });
-}
-
-void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
-                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_contributions("minmax_uint8_reduce_encode", contributions);
-  check_residual("minmax_uint8_reduce_encode", residual);
-  run(
-      "minmax_uint8_reduce_encode", stream,
-      [=](auto at) {
-        cpu::minmax_uint8_reduce_encode(viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes),
-                                        at(num_nonfinite_blocks));
-      },
-      [=] {
-        cuda::minmax_uint8_reduce_encode(contributions, factor, residual, numel, bytes, num_nonfinite_blocks, stream);
-      });
-}
-
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_codec_dtype("qsgd_encode", dtype);
-  check_qsgd_bits("qsgd_encode", bits);
-  check_qsgd_first("qsgd_encode", rng);
-  run(
-      "qsgd_encode", stream,
-      [=](auto at) { cpu::qsgd_encode(bits, dtype, at(source), numel, at(bytes), rng, at(num_nonfinite_blocks)); },
-      [=] { cuda::qsgd_encode(bits, dtype, source, numel, bytes, rng, num_nonfinite_blocks, stream); });
-}
-
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  check_codec_dtype("qsgd_decode", dtype);
-  check_qsgd_bits("qsgd_decode", bits);
-  run(
-      "qsgd_decode", stream, [=](auto at) { cpu::qsgd_decode(bits, dtype, at(bytes), numel, at(destination)); },
-      [=] { cuda::qsgd_decode(bits, dtype, bytes, numel, destination, stream); });
-}
-
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  check_qsgd_bits("qsgd_decode_add", bits);
-  run(
-      "qsgd_decode_add", stream, [=](auto at) { cpu::qsgd_decode_add(bits, at(bytes), numel, at(accumulator)); },
-      [=] { cuda::qsgd_decode_add(bits, bytes, numel, accumulator, stream); });
-}
-
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_codec_dtype("qsgd_encode_with_residual", dtype);
-  check_qsgd_bits("qsgd_encode_with_residual", bits);
-  check_qsgd_first("qsgd_encode_with_residual", rng);
-  check_residual_is_on("qsgd_encode_with_residual", residual, numel);
-  run(
-      "qsgd_encode_with_residual", stream,
-      [=](auto at) {
-        cpu::qsgd_encode_with_residual(bits, dtype, at(source), viewed(residual, at), numel, at(bytes), rng,
-                                       at(num_nonfinite_blocks));
-      },
-      [=] {
-        cuda::qsgd_encode_with_residual(bits, dtype, source, residual, numel, bytes, rng, num_nonfinite_blocks, stream);
-      });
-}
-
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_qsgd_bits("qsgd_reduce_encode", bits);
-  check_qsgd_first("qsgd_reduce_encode", rng);
-  check_contributions("qsgd_reduce_encode", contributions);
-  check_residual("qsgd_reduce_encode", residual);
-  run(
-      "qsgd_reduce_encode", stream,
-      [=](auto at) {
-        cpu::qsgd_reduce_encode(bits, viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes), rng,
-                                at(num_nonfinite_blocks));
-      },
-      [=] {
-        cuda::qsgd_reduce_encode(bits, contributions, factor, residual, numel, bytes, rng, num_nonfinite_blocks,
-                                 stream);
-      });
-}
-
-void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                   Stream stream) {
-  check_codec_dtype("onebit_encode", dtype);
-  run(
-      "onebit_encode", stream,
-      [=](auto at) { cpu::onebit_encode(dtype, at(source), numel, at(bytes), at(num_nonfinite_blocks)); },
-      [=] { cuda::onebit_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream); });
-}
-
-void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  check_codec_dtype("onebit_decode", dtype);
-  run(
-      "onebit_decode", stream, [=](auto at) { cpu::onebit_decode(dtype, at(bytes), numel, at(destination)); },
-      [=] { cuda::onebit_decode(dtype, bytes, numel, destination, stream); });
-}
-
-void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  run(
-      "onebit_decode_add", stream, [=](auto at) { cpu::onebit_decode_add(at(bytes), numel, at(accumulator)); },
-      [=] { cuda::onebit_decode_add(bytes, numel, accumulator, stream); });
-}
-
-void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_codec_dtype("onebit_encode_with_residual", dtype);
-  check_residual_is_on("onebit_encode_with_residual", residual, numel);
-  run(
-      "onebit_encode_with_residual", stream,
-      [=](auto at) {
-        cpu::onebit_encode_with_residual(dtype, at(source), viewed(residual, at), numel, at(bytes),
-                                         at(num_nonfinite_blocks));
-      },
-      [=] { cuda::onebit_encode_with_residual(dtype, source, residual, numel, bytes, num_nonfinite_blocks, stream); });
-}
-
-void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
-                          uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_contributions("onebit_reduce_encode", contributions);
-  check_residual("onebit_reduce_encode", residual);
-  run(
-      "onebit_reduce_encode", stream,
-      [=](auto at) {
-        cpu::onebit_reduce_encode(viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes),
-                                  at(num_nonfinite_blocks));
-      },
-      [=] { cuda::onebit_reduce_encode(contributions, factor, residual, numel, bytes, num_nonfinite_blocks, stream); });
-}
-
-void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                 Stream stream) {
-  check_codec_dtype("topk_encode", dtype);
-  check_topk_k("topk_encode", k);
-  run(
-      "topk_encode", stream,
-      [=](auto at) { cpu::topk_encode(k, dtype, at(source), numel, at(bytes), at(num_nonfinite_blocks)); },
-      [=] { cuda::topk_encode(k, dtype, source, numel, bytes, num_nonfinite_blocks, stream); });
-}
-
-void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  check_codec_dtype("topk_decode", dtype);
-  check_topk_k("topk_decode", k);
-  run(
-      "topk_decode", stream, [=](auto at) { cpu::topk_decode(k, dtype, at(bytes), numel, at(destination)); },
-      [=] { cuda::topk_decode(k, dtype, bytes, numel, destination, stream); });
-}
-
-void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  check_topk_k("topk_decode_add", k);
-  run(
-      "topk_decode_add", stream, [=](auto at) { cpu::topk_decode_add(k, at(bytes), numel, at(accumulator)); },
-      [=] { cuda::topk_decode_add(k, bytes, numel, accumulator, stream); });
-}
-
-void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_codec_dtype("topk_encode_with_residual", dtype);
-  check_topk_k("topk_encode_with_residual", k);
-  check_residual_is_on("topk_encode_with_residual", residual, numel);
-  run(
-      "topk_encode_with_residual", stream,
-      [=](auto at) {
-        cpu::topk_encode_with_residual(k, dtype, at(source), viewed(residual, at), numel, at(bytes),
-                                       at(num_nonfinite_blocks));
-      },
-      [=] { cuda::topk_encode_with_residual(k, dtype, source, residual, numel, bytes, num_nonfinite_blocks, stream); });
-}
-
-void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  check_topk_k("topk_reduce_encode", k);
-  check_contributions("topk_reduce_encode", contributions);
-  check_residual("topk_reduce_encode", residual);
-  run(
-      "topk_reduce_encode", stream,
-      [=](auto at) {
-        cpu::topk_reduce_encode(k, viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes),
-                                at(num_nonfinite_blocks));
-      },
-      [=] {
-        cuda::topk_reduce_encode(k, contributions, factor, residual, numel, bytes, num_nonfinite_blocks, stream);
-      });
-}
+const BlockKernels kHalf = kDispatched<kHalfCodec>;
+const BlockKernels kMinmaxUint8 = kDispatched<kMinmaxUint8Codec>;
+const BlockKernels kOnebit = kDispatched<kOnebitCodec>;
+const BlockKernels kQsgd = kDispatched<kQsgdCodec>;
+const BlockKernels kTopk = kDispatched<kTopkCodec>;
 
 void subtract(float* destination, const float* source, size_t numel, Stream stream) {
   run(

@@ -1,5 +1,5 @@
-// What the fused kernels of the codecs take, and what these compute. On a device each is one launch, which reads its
-// input once and needs no memory of its own; on the CPU it is the same composition, block by block.
+// The arguments of the fused kernels of the codecs, and what these compute. On a device each is one launch, which reads
+// its input once and needs no memory of its own; on the CPU it is the same composition, block by block.
 //
 //   <codec>_encode_with_residual   total = f32(residual.in) + f32(source); bytes = the codes of total;
 //                                  residual.out = total - decoded(bytes), in f32, rounded to its type
@@ -8,7 +8,8 @@
 //                                  with the residual if it is on
 //
 // The sums begin at +0, so they are never -0. A block that holds a NaN or an Inf is marked as the codec marks it, and
-// its residual becomes NaN. The residuals are aligned to f32 or, in bf16, not at all; they overlap nothing else.
+// its residual becomes NaN (of fp16 and bf16: NaN or Inf). The residuals are aligned to f32 or, in bf16, not at all;
+// they overlap nothing else.
 #pragma once
 
 #include <cstddef>

@@ -3,17 +3,12 @@
 // A block is 2048 elements; only the last may be short. On the wire: f32 min, f32 max (little-endian),
 // then one uint8 code per element. The header holds min and max, not min and step: both sides derive the grid
 // from them, the decoder clamps to them, and a block with min == max decodes to min, sign of zero included.
-//
-// The byte side and the f16 and bf16 side have any alignment, f32 is aligned to the element; source and
-// destination do not overlap; numel 0 is legal. No allocation, no synchronisation.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/common/device.h"
-#include "csrc/common/dtype.h"
-#include "csrc/kernels/fused.h"
+#include "csrc/kernels/block_kernels.h"
 
 namespace bagua::kernels {
 
@@ -37,28 +32,12 @@ namespace bagua::kernels {
 // assumed: under torch.set_flush_denormal, subnormal blocks decode differently.
 //
 // A NaN or Inf: the block's min and max are NaN (0x7fc00000), its codes 0, and it decodes to NaN.
-inline constexpr size_t kMinmaxUint8BlockNumel = 2048;
 inline constexpr size_t kMinmaxUint8HeaderBytes = 8;
 
 constexpr size_t minmax_uint8_wire_bytes(size_t numel) {
-  return numel + (numel + kMinmaxUint8BlockNumel - 1) / kMinmaxUint8BlockNumel * kMinmaxUint8HeaderBytes;
+  return numel + (numel + kBlockNumel - 1) / kBlockNumel * kMinmaxUint8HeaderBytes;
 }
 
-// dtype in {f32, f16, bf16}. Unless `num_nonfinite_blocks` is null, adds to it the number of blocks that
-// held a NaN or an Inf; it lives where the stream runs (device memory on CUDA).
-void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                         Stream stream);
-
-// dtype in {f32, f16, bf16}; f16 and bf16 round the decoded value to nearest even.
-void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
-
-// accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first.
-void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
-
-// The fused forms (fused.h), dtype and `num_nonfinite_blocks` as above. The residual of the first is on.
-void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
-void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
-                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
+extern const BlockKernels kMinmaxUint8;
 
 }  // namespace bagua::kernels

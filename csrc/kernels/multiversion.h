@@ -25,7 +25,7 @@
 #define BAGUA_TARGET_BASELINE BAGUA_MULTIVERSION  // the only body by hand
 #endif
 
-// What both backends compute an element with (arithmetic/) is compiled for the GPU, too.
+// The arithmetic of an element (arithmetic/), which both backends share, is compiled for the GPU, too.
 #if defined(__CUDACC__)
 #define BAGUA_INLINE __host__ __device__ inline __attribute__((always_inline))
 #else

@@ -6,18 +6,12 @@
 // the block's elements rounded up to a multiple of 2 (of 4 for 2 bits), where zeros fill up. Codes of 8 bits lie in the
 // order of the elements; of 4 bits byte j holds element j (low) and j + n/2; of 2 bits j, j + n/4, j + n/2 and j +
 // 3n/4, from the lowest bits up.
-//
-// The byte side and the f16 and bf16 side have any alignment, f32 is aligned to the element; source and destination do
-// not overlap; numel 0 is legal. No allocation, no synchronisation.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/common/device.h"
-#include "csrc/common/dtype.h"
-#include "csrc/kernels/counter_rng.h"
-#include "csrc/kernels/fused.h"
+#include "csrc/kernels/block_kernels.h"
 
 namespace bagua::kernels {
 
@@ -41,7 +35,6 @@ namespace bagua::kernels {
 // second for element j + n/2.
 //
 // A NaN or Inf: the block's norm is NaN (0x7fc00000), its codes 0, and it decodes to NaN.
-inline constexpr size_t kQsgdBlockNumel = 2048;
 inline constexpr size_t kQsgdHeaderBytes = 4;
 
 // Elements of a block, rounded up as above.
@@ -53,26 +46,11 @@ constexpr size_t qsgd_block_bytes(size_t numel, int bits) {
   return kQsgdHeaderBytes + qsgd_padded_numel(numel, bits) * static_cast<size_t>(bits) / 8;
 }
 constexpr size_t qsgd_wire_bytes(size_t numel, int bits) {
-  const size_t tail = numel % kQsgdBlockNumel;
-  return numel / kQsgdBlockNumel * qsgd_block_bytes(kQsgdBlockNumel, bits) +
-         (tail == 0 ? 0 : qsgd_block_bytes(tail, bits));
+  const size_t tail = numel % kBlockNumel;
+  return numel / kBlockNumel * qsgd_block_bytes(kBlockNumel, bits) + (tail == 0 ? 0 : qsgd_block_bytes(tail, bits));
 }
 
-// dtype in {f32, f16, bf16}, bits in {8, 4, 2}. Unless `num_nonfinite_blocks` is null, adds to it the number of blocks
-// that held a NaN or an Inf; it lives where the stream runs (device memory on CUDA).
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks, Stream stream);
-
-// dtype in {f32, f16, bf16}; f16 and bf16 round the decoded value to nearest even.
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
-
-// accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first.
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
-
-// The fused forms (fused.h), dtype and `num_nonfinite_blocks` as above. The residual of the first is on.
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream);
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream);
+// `option` is the bits: 8, 4 or 2.
+extern const BlockKernels kQsgd;
 
 }  // namespace bagua::kernels

@@ -1,7 +1,7 @@
 // Fibres for the threads of a block; see emulated_cuda/cuda_runtime.h.
 //
 // Every thread of a block has a stack of its own, with a page that faults below it, and all of them run on the thread
-// that launches. The scheduler resumes those that can go on; a thread that waits switches back. When nobody can go on
+// that launches. The scheduler resumes those that can go on; a thread that waits switches back. When none can go on
 // any more, whoever still waits does so in vain.
 #include <sys/mman.h>
 #include <unistd.h>
@@ -161,7 +161,7 @@ Scheduler& scheduler() {
   return instance;
 }
 
-// Where a fibre starts; `current_` says which one.
+// The function that a fibre starts in; `current_` says which one.
 void Scheduler::entry() {
   Scheduler& self = scheduler();
 #if defined(__SANITIZE_ADDRESS__)
@@ -174,7 +174,7 @@ void Scheduler::entry() {
   }
 }
 
-// For its next thread. One that an error has left in the middle begins anew.
+// Resets a fibre for its next thread. One that an error has left in the middle begins anew.
 void Scheduler::prepare(Fibre& fibre) {
   const bool can_go_on = fibre.stack != nullptr && fibre.state == State::kEnded;
   fibre.state = State::kReady;
@@ -225,7 +225,7 @@ const uint64_t* Scheduler::meet(State state, unsigned mask, uint64_t value, cons
   return met_.data() + self / kWarp * kWarp;
 }
 
-// Of the thread that runs, which does not go on.
+// Ends the thread that runs.
 // Nothing that owns memory is left behind on the stack, which does not go on.
 void Scheduler::report(std::string what) {
   what.insert(0, describe(current_) + " ");
@@ -238,7 +238,7 @@ bool same_site(const std::source_location& a, const std::source_location& b) {
   return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
 }
 
-// The values are copied when all are there: nobody comes to the next meeting before all have left this one.
+// The values are copied when all are there: none comes to the next meeting before all have left this one.
 bool Scheduler::release_warp(unsigned warp) {
   const unsigned begin = warp * kWarp, end = std::min(begin + kWarp, num_threads_);
   bool has_released = false;

@@ -1,7 +1,6 @@
 // Every registered codec against the contract of codec.h: wire size, blocks that can be cut apart,
-// finite stays finite, NaN and Inf marked and counted, fused decode_add, misaligned bytes, empty messages;
-// then each codec's own error bound. A new codec is covered without touching this file
-// except for its bound.
+// finite stays finite (but for casts), NaN and Inf marked and counted, fused decode_add, misaligned bytes, empty
+// messages; then each codec's own error bound. A new codec is covered without touching this file except for its bound.
 #include "csrc/codecs/codec.h"
 
 #include <algorithm>
@@ -105,6 +104,7 @@ TEST(Codecs, DecodeAddIsDecodeThenAdd) {
 
 TEST(Codecs, FiniteStaysFinite) {
   for_each_codec([](const Codec& codec, DType dtype) {
+    if (codec.block_numel() == 1) return;  // a cast, which overflows
     constexpr size_t kNumel = 65536;
     Array source(kNumel * item_bytes(dtype), 0);
     std::mt19937 random(33);
@@ -193,7 +193,7 @@ TEST(HalfCodecs, BytesAreTheRoundedNumbers) {
   }
 }
 
-TEST(HalfCodecs, SaturateInsteadOfOverflowing) {
+TEST(HalfCodecs, OverflowAsACastDoes) {
   for (const HalfCase& one : kHalfCases) {
     const double largest = testing::half_format(one.wire).largest;
     const float values[] = {std::numeric_limits<float>::max(), -std::numeric_limits<float>::max(),
@@ -201,16 +201,17 @@ TEST(HalfCodecs, SaturateInsteadOfOverflowing) {
     Array source(sizeof(values), 0);
     std::memcpy(source.data(), values, sizeof(values));
     Coded coded(get_codec(one.name), DType::kF32, source, 4, 0);
-    EXPECT_EQ(coded.num_nonfinite_blocks, 0u);
+    EXPECT_EQ(coded.num_nonfinite_blocks, 2u);
     for (size_t i = 0; i < 4; ++i) {
-      EXPECT_EQ(load_real(DType::kF32, coded.decoded.data(), i), i % 2 ? -largest : largest) << one.name;
+      const double magnitude = i < 2 ? HUGE_VAL : largest;
+      EXPECT_EQ(load_real(DType::kF32, coded.decoded.data(), i), i % 2 ? -magnitude : magnitude) << one.name;
     }
   }
   // 65504 rounds up to 65536 in bf16, which f16 does not hold.
   Array source(2, 0);
   store_real(DType::kF16, source.data(), 0, 65504);
   Coded coded(get_codec("bf16"), DType::kF16, source, 1, 0);
-  EXPECT_EQ(load_real(DType::kF16, coded.decoded.data(), 0), 65504);
+  EXPECT_EQ(load_real(DType::kF16, coded.decoded.data(), 0), HUGE_VAL);
 }
 
 TEST(MinmaxUint8Codec, SizeAndBound) {

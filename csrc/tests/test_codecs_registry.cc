@@ -44,7 +44,7 @@ TEST(Registry, Options) {
   for (const auto& one : cases) expect_invalid_argument([&] { get_codec(one.spec); }, one.message);
 }
 
-// What ranks compare and what messages show.
+// The number that ranks compare, and the text that messages show.
 TEST(Registry, NumbersStandForNamesWithOptions) {
   std::vector<int> seen(256);
   for (const std::string& name : registered_codecs()) {

@@ -67,7 +67,7 @@ TEST_P(Reductions, AllReduceEqualsTheOracleOnEveryRank) {
     const auto r = static_cast<size_t>(rank);
     for (const ReductionCase& c : all_cases()) {
       const Bytes before = values(c.dtype, c.op, size, r, c.numel);
-      const Expected share(c, size, 0, r, size);  // each rank checks its own; equal hashes make it everybody's
+      const Expected share(c, size, 0, r, size);  // each rank checks its own; equal hashes make it every rank's
       for (const AllReduce& algorithm : kAllReduces) {
         if (size == 1 && algorithm.run != selected) continue;  // algorithms.h asks for two or more ranks
         if (is_half(c.dtype) && !algorithm.for_halves) continue;

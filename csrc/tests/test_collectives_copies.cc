@@ -106,7 +106,7 @@ TEST_P(Copies, GatherAndScatterWithEveryRoot) {
   });
 }
 
-// What rank `from` sends to rank `to`: uneven, with empty messages, and one large one.
+// The bytes that rank `from` sends to rank `to`: uneven, with empty messages, and one large one.
 size_t split(size_t from, size_t to) {
   if (from == 1 && to == 0) return 2000003;
   return (from * 7 + to * 13) % 5 * 1023;

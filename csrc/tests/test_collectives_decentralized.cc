@@ -174,8 +174,8 @@ size_t node_of(int rank) {
   return kUnequalNodes.size();
 }
 
-// What rank p takes of rank q's values where the nodes form a ring of w_kl = 1/3 and the smallest has one rank: of the
-// mean over another node l what the definition says, w_kl m / n_k, and the rest of the mean over its own.
+// The share that rank p takes of rank q's values where the nodes form a ring of w_kl = 1/3 and the smallest has one
+// rank: of the mean over another node l what the definition says, w_kl m / n_k, and the rest of the mean over its own.
 std::array<std::array<double, 8>, 8> unequal_nodes_matrix() {
   std::array<std::array<double, 8>, 8> matrix{};
   for (int p = 0; p < 8; ++p) {

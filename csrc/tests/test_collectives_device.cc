@@ -56,7 +56,7 @@ TEST_P(OnDevice, FeedbackAndSegmentsGiveTheBitsOfTheCpu) {
   }
 }
 
-// What crosses between host and device under a codec is codes, and nothing is computed anywhere but there.
+// Only codes cross between host and device under a codec, and nothing is computed anywhere but there.
 TEST(StagedTraffic, OnlyCodesCrossToTheHost) {
   constexpr int kSize = 2;
   constexpr size_t kNumel = 64 << 10;
@@ -103,7 +103,7 @@ bool is_reduction(const Case& one) {
                      [&](const std::string& name) { return one.name == name || one.name.ends_with(" " + name); });
 }
 
-// As far as the threshold reaches; the CPU's ranks are connected alike, since the host may use shared memory.
+// The sizes reach as far as the threshold; the CPU's ranks are connected alike, since the host may use shared memory.
 TEST_P(OnDevice, SmallReductionsAreTheHostsAndGiveTheBitsOfTheCpu) {
   constexpr size_t kThreshold = 300'000;
   for (const int size : {2, 3}) {
@@ -340,7 +340,7 @@ void run_slowly(
   });
 }
 
-// Where the host computes, it waits for the device's part, and the peers for it: whoever finds out first.
+// A host that computes waits for the device's part, and the peers for it: either may find out first.
 TEST(DeviceFailures, ADeviceThatIsLateForASmallReductionIsNamedByAllRanks) {
   for (const size_t first : {0, 1}) {
     auto engines = make_device_engines(2, kTcp, {});

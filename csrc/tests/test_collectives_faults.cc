@@ -1,4 +1,4 @@
-// What happens when ranks disagree, do not come, or fail: errors that name both sides or the culprit, in
+// Tests of ranks that disagree, do not come, or fail: errors that name both sides or the culprit, in
 // time, and no touch of memory that has been given up (run under the address sanitizer).
 #include <gtest/gtest.h>
 

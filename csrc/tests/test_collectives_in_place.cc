@@ -68,7 +68,7 @@ auto rooted(Algorithm algorithm) {
   };
 }
 
-// For an algorithm that says whether it could.
+// Runs an algorithm that says whether it could.
 template <typename Algorithm>
 auto surely(Algorithm algorithm) {
   return [algorithm](auto&&... arguments) { require(algorithm(arguments...), "the memory is shared"); };

@@ -146,7 +146,7 @@ TEST_P(SharedMemory, ReduceScatterAllGatherAndBroadcast) {
         perform(operation(OperationKind::kBroadcast, DType::kI64, numel, ReduceOp::kSum, root),
                 [&] { broadcast(context, input.data(), n * bytes, root); });
       }
-      // The last root's values have gone around: everybody has rank 0's, which the first broadcast gave it.
+      // The last root's values have gone around: every rank has rank 0's, which the first broadcast gave it.
       require(input.contents() == values(DType::kI64, ReduceOp::kSum, n, 0, n * numel), "broadcast");
     }
   });

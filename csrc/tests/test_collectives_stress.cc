@@ -197,7 +197,7 @@ UnderWay start(const Plan& plan, Engine& collectives, Engine& messages, size_t r
   return started;
 }
 
-// What element i of the result must be.
+// The value that element i of the result must have.
 double oracle(const UnderWay& call, size_t i) {
   const Plan& plan = call.plan;
   const auto of = [&](size_t rank, size_t at) { return fixture(plan, rank, at); };
@@ -272,7 +272,7 @@ TEST_P(Stress, RandomCollectives) {
       } catch (const std::exception& failure) {  // the others stop waiting
         const Error cause(ErrorKind::kAborted, failure.what());
         for (auto* engines : {&collectives, &messages}) {
-          for (auto& engine : *engines) engine->communicator().poison(cause);
+          for (auto& engine : *engines) engine->communicator().liveness().poison(cause);
         }
         throw;
       }

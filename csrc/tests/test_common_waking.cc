@@ -1,4 +1,4 @@
-// What wakes a worker: the doorbell, and the reactor that rings it.
+// Tests of what wakes a worker: the doorbell, and the reactor that rings it.
 #include "csrc/common/reactor.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/tests/test_transport_pairs.h"
@@ -42,7 +42,7 @@ TEST(Doorbell, NoRingIsLost) {
 
 TEST(Doorbell, ManyRingersAndAPeersMapping) {
   Doorbell doorbell;
-  // As a peer maps it: the same page at another address.
+  // The page as a peer maps it, at another address.
   auto* mapped = static_cast<DoorbellWords*>(map_shared(doorbell.fd(), 4096));
   std::atomic<uint32_t> work{0};
   constexpr uint32_t kWork = 3 * 5000;

@@ -1,4 +1,4 @@
-// Verdicts from answers alone: who is named for every end of a chain, and that what is old or unknown convicts nobody.
+// Verdicts from answers alone: who is named for every end of a chain, and that what is old or unknown convicts no rank.
 #include "csrc/communicator/blame.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Which groups a process remembers to have closed.
+// Tests of the groups that a process remembers to have closed.
 #include <gtest/gtest.h>
 
 #include <string>

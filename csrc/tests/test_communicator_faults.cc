@@ -1,4 +1,4 @@
-// What a waiting rank is told: peers that leave or die, deadlines with the culprit's name, first
+// Tests of what a waiting rank is told: peers that leave or die, deadlines with the culprit's name, first
 // causes of others, interrupts.
 #include <future>
 #include <set>
@@ -20,7 +20,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, BufferedFaults, ::testing::Values(kShm, kTc
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// What rank `rank` is told when it receives from `peer` within `timeout`.
+// Returns what rank `rank` is told when it receives from `peer` within `timeout`.
 std::optional<Error> error_of_recv(Communicator& communicator, int peer, Clock::duration timeout,
                                    uint32_t sequence = 1) {
   return error_of([&] {
@@ -91,7 +91,7 @@ TEST_P(Faults, RanksThatAreLeftNameTheSameDead) {
                     ++num_ready;
                     errors[2] = error_of_recv(*communicators[2], 0, 30s);
                   }});
-    // One of the two may still have told that it has lost the other one, and is not counted then: by nobody.
+    // One of the two may still have told that it has lost the other one, and is not counted then: by no rank.
     ASSERT_TRUE(errors[0] && errors[1] && errors[2]);
     const std::vector<int> dead = errors[0]->ranks();
     EXPECT_TRUE(dead == std::vector<int>{3} || dead == std::vector<int>{4} || dead == (std::vector<int>{3, 4}));
@@ -105,7 +105,7 @@ TEST_P(Faults, RanksThatAreLeftNameTheSameDead) {
 
 TEST_P(Faults, ARankThatTellsItsFailureIsNotDead) {
   auto communicators = make_communicators(3, GetParam());
-  communicators[2]->poison(Error(ErrorKind::kInvalidArgument, "the third is ill"));
+  communicators[2]->liveness().poison(Error(ErrorKind::kInvalidArgument, "the third is ill"));
   const auto error = error_of_recv(*communicators[0], 2, 30s);
   communicators[2].reset();
   const auto later = error_of_recv(*communicators[1], 2, 30s);
@@ -144,8 +144,8 @@ TEST(FaultsOfOneEnd, WhatAFailedPeerSentBeforeStillCounts) {
   communicators[1]->begin(stamp(1), Deadline::after(30s));
   communicators[1]->send(0, &out, 1);
   communicators[1]->end();
-  communicators[1]->poison(Error(ErrorKind::kAborted, "failed after it had sent", 1));
-  while (!communicators[0]->is_poisoned()) std::this_thread::sleep_for(1ms);
+  communicators[1]->liveness().poison(Error(ErrorKind::kAborted, "failed after it had sent", 1));
+  while (!communicators[0]->liveness().is_poisoned()) std::this_thread::sleep_for(1ms);
   communicators[0]->recv(1, &in, 1);
   communicators[0]->end();
   EXPECT_EQ(in, out);
@@ -202,7 +202,7 @@ TEST_P(Faults, TheEndOfAChainIsNamed) {
       run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); }, [&] { wait_for_next(1, 30s); },
                    [&] {
                      ended.get_future().wait();
-                     communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                     communicators[1]->liveness().poison(Error(ErrorKind::kAborted, "the end of the test"));
                    }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
@@ -220,13 +220,14 @@ TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
     communicators[rank]->begin(stamp(static_cast<uint32_t>(3 - rank)), Deadline::after(timeout));
     communicators[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
   };
-  const auto failures = run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); },
-                                     [&] { wait_for_next(1, 30s); }, [&] { wait_for_next(2, 30s); },
-                                     [&] {
-                                       ended.get_future().wait();
-                                       communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                                       communicators[2]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                                     }});
+  const auto failures =
+      run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); }, [&] { wait_for_next(1, 30s); },
+                   [&] { wait_for_next(2, 30s); },
+                   [&] {
+                     ended.get_future().wait();
+                     communicators[1]->liveness().poison(Error(ErrorKind::kAborted, "the end of the test"));
+                     communicators[2]->liveness().poison(Error(ErrorKind::kAborted, "the end of the test"));
+                   }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
@@ -241,7 +242,8 @@ Communicators pair_of(const Kind& kind, std::array<int, 2> job_ranks,
   Communicators communicators;
   for (int rank = 0; rank < 2; ++rank) {
     communicators.push_back(std::make_unique<Communicator>(rank, 2, "test", 20us));
-    communicators.back()->join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]}, "test");
+    communicators.back()->liveness().join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]},
+                                                  "test");
   }
   connect_pair(*communicators[0], *communicators[1], kind);
   return communicators;
@@ -253,7 +255,7 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
   const auto process = std::make_shared<Process>();
   const auto communicators = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 2}, {process, nullptr});
-  others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
+  others[0]->liveness().set_num_waiters(std::make_shared<std::atomic<int>>(1));
   std::promise<void> ended;
   const auto failures = run_threads({[&] {
                                        wait_and_say(ended, [&] {
@@ -270,7 +272,7 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
                                      },
                                      [&] {
                                        ended.get_future().wait();
-                                       others[0]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                       others[0]->liveness().poison(Error(ErrorKind::kAborted, "the end of the test"));
                                      }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
@@ -284,7 +286,7 @@ TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
   const auto process = std::make_shared<Process>();
   const auto communicators = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 0}, {process, nullptr});
-  others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
+  others[0]->liveness().set_num_waiters(std::make_shared<std::atomic<int>>(1));
   std::promise<void> ended;
   const auto failures = run_threads({[&] {
                                        wait_and_say(ended, [&] {
@@ -301,7 +303,7 @@ TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
                                      },
                                      [&] {
                                        ended.get_future().wait();
-                                       others[0]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                       others[0]->liveness().poison(Error(ErrorKind::kAborted, "the end of the test"));
                                      }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
@@ -315,8 +317,8 @@ TEST_P(Faults, WhoLeavesForAFailureElsewhereSaysSo) {
   const auto process = std::make_shared<Process>();
   const auto communicators = pair_of(GetParam(), {2, 1}, {nullptr, process});
   Communicator failed(0, 2, "elsewhere", 20us);
-  failed.join_process(process, {1, 2}, "elsewhere");
-  failed.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
+  failed.liveness().join_process(process, {1, 2}, "elsewhere");
+  failed.liveness().poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
   communicators[1]->close();
   const auto error = error_of_recv(*communicators[0], 1, 30s);
   ASSERT_TRUE(error);
@@ -333,7 +335,7 @@ TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
       communicators[rank]->begin(stamp(1), Deadline::after(timeout));
       communicators[rank]->recv(peer, &byte, 1);
     } catch (const Error& error) {
-      communicators[rank]->poison(error);
+      communicators[rank]->liveness().poison(error);
       throw;
     }
   };
@@ -376,9 +378,9 @@ TEST(FaultsOfOneEnd, WhoWaitsForAConnectionIsNamedByOthersAsWaiting) {
   EXPECT_TRUE(communicator.awaits_channel(2));
   EXPECT_TRUE(communicator.awaits_channel(2));
   std::thread looker([&] {
-    EXPECT_TRUE(eventually([&] { return communicator.status().waiting_for == 2; }));
-    EXPECT_EQ(communicator.status().operation, stamp(4));
-    communicator.poison(Error(ErrorKind::kAborted, "the end of the test", 1));
+    EXPECT_TRUE(eventually([&] { return communicator.liveness().status().waiting_for == 2; }));
+    EXPECT_EQ(communicator.liveness().status().operation, stamp(4));
+    communicator.liveness().poison(Error(ErrorKind::kAborted, "the end of the test", 1));
   });
   const auto error = error_of_recv(communicator, 2, 30s, 4);
   looker.join();
@@ -390,7 +392,8 @@ TEST(FaultsOfOneEnd, WhoWaitsForAConnectionIsNamedByOthersAsWaiting) {
 TEST(FaultsOfOneEnd, AtTheDeadlineItIsKnownHowFarTheConnectionHasCome) {
   for (const bool names_peer : {false, true}) {
     Communicator communicator(0, 3, "test", 20us);
-    communicator.set_connector([&](int peer) { communicator.note_unreachable(peer, "the cable is cut", names_peer); });
+    communicator.set_connector(
+        [&](int peer) { communicator.liveness().note_unreachable(peer, "the cable is cut", names_peer); });
     const auto error = error_of_recv(communicator, 2, 20ms, 4);
     ASSERT_TRUE(error);
     EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
@@ -404,7 +407,7 @@ std::string why_late(PeerStatus::Group group) {
   Process process;
   const auto error = error_of([&] {
     communicator.begin(stamp(1), Deadline::after(0ms));
-    communicator.blame(1, 0.05, [&] { communicator.take_answer(1, process.status(group)); });
+    communicator.liveness().blame(1, 0.05, [&] { communicator.liveness().take_answer(1, process.status(group)); });
   });
   EXPECT_TRUE(error && error->rank() == 1);
   return error->what();
@@ -425,26 +428,27 @@ TEST(FaultsOfOneEnd, AChainEndsWithWhoHasDestroyedTheGroup) {
   std::atomic<bool> is_over{false};
   std::thread answering([&] {
     for (; !is_over; std::this_thread::sleep_for(1ms)) {
-      communicators[1]->take_answer(2, process.status(PeerStatus::kHasLeft));
+      communicators[1]->liveness().take_answer(2, process.status(PeerStatus::kHasLeft));
     }
   });
   std::promise<void> ended;
-  const auto failures = run_threads({[&] {
-                                       wait_and_say(ended, [&] {
-                                         uint8_t byte;
-                                         communicators[0]->begin(stamp(1), Deadline::after(80ms));
-                                         communicators[0]->recv(1, &byte, 1);
-                                       });
-                                     },
-                                     [&] {
-                                       uint8_t byte;
-                                       communicators[1]->begin(stamp(1), Deadline::after(30s));
-                                       communicators[1]->recv(2, &byte, 1);
-                                     },
-                                     [&] {
-                                       ended.get_future().wait();
-                                       communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                                     }});
+  const auto failures =
+      run_threads({[&] {
+                     wait_and_say(ended, [&] {
+                       uint8_t byte;
+                       communicators[0]->begin(stamp(1), Deadline::after(80ms));
+                       communicators[0]->recv(1, &byte, 1);
+                     });
+                   },
+                   [&] {
+                     uint8_t byte;
+                     communicators[1]->begin(stamp(1), Deadline::after(30s));
+                     communicators[1]->recv(2, &byte, 1);
+                   },
+                   [&] {
+                     ended.get_future().wait();
+                     communicators[1]->liveness().poison(Error(ErrorKind::kAborted, "the end of the test"));
+                   }});
   is_over = true;
   answering.join();
   const auto error = error_of(failures[0]);
@@ -468,8 +472,8 @@ TEST_P(Faults, TheFirstCauseReachesEverybodyAndStays) {
   auto communicators = make_communicators(3, GetParam());
   std::thread poisoner([&] {
     std::this_thread::sleep_for(50ms);
-    communicators[2]->poison(Error(ErrorKind::kInvalidArgument, "bucket 3 holds a NaN", 2, "all_reduce"));
-    communicators[2]->poison(Error(ErrorKind::kInternal, "a consequence"));
+    communicators[2]->liveness().poison(Error(ErrorKind::kInvalidArgument, "bucket 3 holds a NaN", 2, "all_reduce"));
+    communicators[2]->liveness().poison(Error(ErrorKind::kInternal, "a consequence"));
   });
   const auto begin = Clock::now();
   const auto failures = run_threads({[&] {
@@ -503,19 +507,20 @@ TEST_P(Faults, ACauseTravelsOverRanksThatAreConnectedOnlyByOthers) {
   Communicators communicators;
   for (int rank = 0; rank < 4; ++rank) communicators.push_back(std::make_unique<Communicator>(rank, 4, "test", 20us));
   for (size_t rank = 0; rank < 3; ++rank) connect_pair(*communicators[rank], *communicators[rank + 1], GetParam());
-  communicators[3]->poison(Error(ErrorKind::kTransport, "rank 9 has exited", 9));
-  ASSERT_TRUE(eventually([&] { return communicators[0]->is_poisoned(); }));
-  const auto error = error_of([&] { communicators[0]->throw_if_poisoned(); });
+  communicators[3]->liveness().poison(Error(ErrorKind::kTransport, "rank 9 has exited", 9));
+  ASSERT_TRUE(eventually([&] { return communicators[0]->liveness().is_poisoned(); }));
+  const auto error = error_of([&] { communicators[0]->liveness().throw_if_poisoned(); });
   EXPECT_EQ(error->rank(), 9);
   EXPECT_EQ(std::string(error->what()), "rank 3 reported: rank 9 has exited");
 }
 
 TEST_P(Faults, WhoConnectsToAFailedGroupIsToldWhy) {
   Communicator first(0, 2, "test", 20us), second(1, 2, "test", 20us);
-  first.poison(Error(ErrorKind::kAborted, "it was too late", 0));
+  first.liveness().poison(Error(ErrorKind::kAborted, "it was too late", 0));
   connect_pair(first, second, GetParam());
-  ASSERT_TRUE(eventually([&] { return second.is_poisoned(); }));
-  EXPECT_EQ(std::string(error_of([&] { second.throw_if_poisoned(); })->what()), "rank 0 reported: it was too late");
+  ASSERT_TRUE(eventually([&] { return second.liveness().is_poisoned(); }));
+  EXPECT_EQ(std::string(error_of([&] { second.liveness().throw_if_poisoned(); })->what()),
+            "rank 0 reported: it was too late");
 }
 
 TEST_P(Faults, ABrokenConnectionYieldsToTheCauseOnTheControlLink) {
@@ -523,7 +528,7 @@ TEST_P(Faults, ABrokenConnectionYieldsToTheCauseOnTheControlLink) {
     auto communicators = make_communicators(2, GetParam());
     std::thread leaver([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(repetition % 4));
-      communicators[1]->poison(Error(ErrorKind::kInvalidArgument, "the real cause", 1));
+      communicators[1]->liveness().poison(Error(ErrorKind::kInvalidArgument, "the real cause", 1));
       communicators[1]->close();  // the data connections break at once
       communicators[1].reset();
     });
@@ -575,7 +580,7 @@ class Ring {
     for (int rank = 0; rank < size; ++rank) {
       processes_.push_back(std::make_shared<Process>());
       communicators_.push_back(std::make_unique<Communicator>(rank, size, "test", 20us));
-      if (bare_.count(rank) == 0) communicators_.back()->join_process(processes_.back(), all, "test");
+      if (bare_.count(rank) == 0) communicators_.back()->liveness().join_process(processes_.back(), all, "test");
     }
   }
   ~Ring() {
@@ -599,14 +604,14 @@ class Ring {
     for (const int fd : {at_a[1], at_b[1]}) ::close(fd);
   }
   void kill(int rank) { bare_ends_[rank].clear(); }
-  // What every rank that is left fails with.
+  // The errors of the ranks that are left.
   std::vector<Error> errors() {
     std::vector<Error> errors;
     for (int rank = 0; rank < size(); ++rank) {
       if (bare_.count(rank) != 0) continue;
       Communicator& communicator = *communicators_[static_cast<size_t>(rank)];
-      EXPECT_TRUE(eventually([&] { return communicator.is_poisoned(); })) << "rank " << rank;
-      errors.push_back(*error_of([&] { communicator.throw_if_poisoned(); }));
+      EXPECT_TRUE(eventually([&] { return communicator.liveness().is_poisoned(); })) << "rank " << rank;
+      errors.push_back(*error_of([&] { communicator.liveness().throw_if_poisoned(); }));
     }
     return errors;
   }
@@ -673,7 +678,7 @@ TEST(FewLinks, WhoIsNamedByOthersDoesNotContradictThem) {
   for (const bool says_it_is_there : {false, true}) {  // not to one that was stopped until they had agreed
     const auto process = std::make_shared<Process>();
     Communicator communicator(0, 2, "test", 20us);
-    communicator.join_process(process, {0, 1}, "test");
+    communicator.liveness().join_process(process, {0, 1}, "test");
     const auto pair = unix_pair();
     process->attach(1, pair[0]);
     const auto tell = [&](const Losses& losses) {
@@ -682,8 +687,8 @@ TEST(FewLinks, WhoIsNamedByOthersDoesNotContradictThem) {
     };
     tell({{0}, {}});
     if (says_it_is_there) tell({{0}, {0}});
-    ASSERT_TRUE(eventually([&] { return communicator.is_poisoned(); }));
-    const auto error = error_of([&] { communicator.throw_if_poisoned(); });
+    ASSERT_TRUE(eventually([&] { return communicator.liveness().is_poisoned(); }));
+    const auto error = error_of([&] { communicator.liveness().throw_if_poisoned(); });
     EXPECT_EQ(error->ranks(), says_it_is_there ? std::vector<int>{} : std::vector<int>{0}) << error->what();
     EXPECT_EQ(error->rank(), says_it_is_there ? -1 : 0);
     EXPECT_CONTAINS(std::string(error->what()), "rank 1 reported: rank 0 does not answer");
@@ -707,7 +712,7 @@ TEST(FewLinks, WhoComesLaterIsToldOfAllTheDead) {
 TEST(FewLinks, NothingIsWaitedForWhereAllAreLinked) {
   auto shortest = Clock::duration::max();
   for (int round = 0; round < 5; ++round) {
-    Ring ring(3, {2});  // everybody is everybody's neighbor
+    Ring ring(3, {2});  // each rank is every other's neighbor
     ring.link_all();
     const auto begin = Clock::now();
     ring.kill(2);
@@ -740,10 +745,10 @@ class Witness {
         if (type != FrameType::kInquiry || payload.size() != sizeof inquiry) continue;
         std::memcpy(&inquiry, payload.data(), sizeof inquiry);
         ++num_asked_;
-        say_heard({-1, Hearing::kHears});  // which nobody has asked
+        say_heard({-1, Hearing::kHears});  // which no rank has asked
         if (!first) {
           first = Clock::now();
-          std::this_thread::sleep_for(20ms);  // all that has come until then is about nobody
+          std::this_thread::sleep_for(20ms);  // all that has come until then is about no rank
         }
         say_heard({inquiry.about, hears(Clock::now() - *first)});
         say_heard({-1, Hearing::kHears});
@@ -767,11 +772,12 @@ class Unlinked {
   enum State { kSilent, kHostAnswers };
 
   explicit Unlinked(std::map<int, State> states, int size = 4) : communicator(0, size, "test", 20us) {
-    communicator.join_process(process, size == 3 ? std::vector{0, 1, 2} : std::vector{0, 1, 2, 3}, "test");
+    communicator.liveness().join_process(process, size == 3 ? std::vector{0, 1, 2} : std::vector{0, 1, 2, 3}, "test");
     communicator.set_connector([this, states](int peer) {
       dialed.insert(peer);
       const auto found = states.find(peer);
-      if (found != states.end()) communicator.note_unreachable(peer, "no way to it", found->second == kHostAnswers);
+      if (found != states.end())
+        communicator.liveness().note_unreachable(peer, "no way to it", found->second == kHostAnswers);
     });
   }
   ~Unlinked() {
@@ -784,14 +790,14 @@ class Unlinked {
     process->attach(1, pair[0]);
     return std::make_unique<Witness>(pair[1], std::move(hears));
   }
-  // As the dialer does while rank 2 takes no connection, beside the worker.
+  // Does what the dialer does while rank 2 takes no connection, beside the worker.
   Error doubt() {
     EXPECT_TRUE(eventually([&] {
-      communicator.dial_probed();
-      communicator.doubt_unlinked(2, 1s, "cannot connect to rank 2");
-      return communicator.is_poisoned();
+      communicator.liveness().dial_probed();
+      communicator.liveness().doubt_unlinked(2, 1s, "cannot connect to rank 2");
+      return communicator.liveness().is_poisoned();
     }));
-    return *error_of([&] { communicator.throw_if_poisoned(); });
+    return *error_of([&] { communicator.liveness().throw_if_poisoned(); });
   }
 
   const std::shared_ptr<Process> process = std::make_shared<Process>();
@@ -805,7 +811,7 @@ TEST(UnlinkedPeers, OneThatNobodyHearsIsNamed) {
     const auto witness = unlinked.linked_to([](Clock::duration since_first) {  // as long as it takes to find out
       return since_first < 350ms ? Hearing::kNotYetKnown : Hearing::kHearsNothing;
     });
-    unlinked.communicator.note_unreachable(2, "no way to it", false);
+    unlinked.communicator.liveness().note_unreachable(2, "no way to it", false);
     std::this_thread::sleep_for(300ms);  // of itself it knows: what follows waits for the witness only
     const auto begin = Clock::now();
     const Error error = unlinked.doubt();
@@ -854,7 +860,7 @@ TEST(UnlinkedPeers, WhoIsAskedAboutOneDialsIt) {
     const auto begin = Clock::now();
     EXPECT_EQ(hearing(), Hearing::kNotYetKnown);
     EXPECT_EQ(unlinked.dialed, std::set<int>{}) << "not on the thread that answers";
-    unlinked.communicator.dial_probed();
+    unlinked.communicator.liveness().dial_probed();
     EXPECT_EQ(unlinked.dialed, std::set<int>{2});
     std::set<Hearing> heard;
     EXPECT_TRUE(eventually([&] {
@@ -877,17 +883,17 @@ TEST(UnlinkedPeers, ManyGroupsAskAsOne) {
   for (size_t i = 0; i < kNumGroups; ++i) {
     const std::string name = "group " + std::to_string(i);
     groups.push_back(std::make_unique<Communicator>(0, 3, name, 20us));
-    groups.back()->join_process(process, {0, 1, 2}, name);
+    groups.back()->liveness().join_process(process, {0, 1, 2}, name);
   }
   const auto begin = Clock::now();
   do {
-    for (auto& group : groups) group->doubt_unlinked(2, 10s, "cannot connect to rank 2");
+    for (auto& group : groups) group->liveness().doubt_unlinked(2, 10s, "cannot connect to rank 2");
     std::this_thread::sleep_for(10ms);
   } while (Clock::now() - begin < 300ms);
   const auto lasted = Clock::now() - begin;
   EXPECT_TRUE(eventually([&] { return witness.num_asked() > 0; }));
   EXPECT_LE(witness.num_asked(), 1u + lasted / 50ms) << "once for all of them, every 50 ms";
-  for (auto& group : groups) EXPECT_FALSE(group->is_poisoned());
+  for (auto& group : groups) EXPECT_FALSE(group->liveness().is_poisoned());
   for (auto& group : groups) group->close();
   process->close();
 }
@@ -900,14 +906,14 @@ TEST(UnlinkedPeers, WhatOneGroupHasAskedAnotherOneKnows) {
   Communicators groups;
   for (const char* const name : {"first", "second"}) {
     groups.push_back(std::make_unique<Communicator>(0, 3, name, 20us));
-    groups.back()->join_process(process, {0, 1, 2}, name);
+    groups.back()->liveness().join_process(process, {0, 1, 2}, name);
   }
   EXPECT_TRUE(eventually([&] {
-    for (auto& group : groups) group->doubt_unlinked(2, 10s, "cannot connect to rank 2");
-    return groups[0]->is_poisoned() && groups[1]->is_poisoned();
+    for (auto& group : groups) group->liveness().doubt_unlinked(2, 10s, "cannot connect to rank 2");
+    return groups[0]->liveness().is_poisoned() && groups[1]->liveness().is_poisoned();
   }));
   for (auto& group : groups) {
-    const auto error = error_of([&] { group->throw_if_poisoned(); });
+    const auto error = error_of([&] { group->liveness().throw_if_poisoned(); });
     EXPECT_EQ(error->rank(), 2);
     EXPECT_CONTAINS(std::string(error->what()), "nor does anybody else hear from rank 2");
   }

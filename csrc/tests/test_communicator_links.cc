@@ -12,11 +12,10 @@
 #include "csrc/common/reactor.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/tests/test_control_frames.h"
-#include "csrc/tests/test_no_memory.h"
 #include "csrc/tests/test_transport_pairs.h"
 
 #if defined(__SANITIZE_THREAD__)
-// Where a segment is isolated the kernel changes what lies behind its addresses, and each page is touched, by an atomic
+// When a segment is isolated, the kernel changes what lies behind its addresses, and each page is touched, by an atomic
 // that changes nothing, while the program's threads write: none of their writes is lost. The sanitizer sees writes.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:bagua::SegmentRegistry::conceal\n";
@@ -279,36 +278,6 @@ TEST(ProcessLink, AnIdleLinkSendsHeartbeats) {
   for (size_t i = 0; i < 3 * heartbeat.size(); ++i) ASSERT_EQ(seen[i], heartbeat[i % heartbeat.size()]);
 }
 
-// ---- no memory
-
-TEST(ProcessLink, ALinkWithoutMemoryForAFrameFailsItsGroupsAndEnds) {
-  for (const int num_refused : {0, 1}) {  // the last one: there is none for the report either, until the next tick
-    BareLink bare(ProcessLink::Pace(250ms));
-    bare.on_unrouted = [num_refused] {
-      refuse_memory(num_refused);
-      throw std::bad_alloc();
-    };
-    bare.write_all(frame(FrameType::kLeave, {}, "nobody's"));
-    EXPECT_TRUE(eventually([&] { return bare.saw("failure: this rank has no memory left"); })) << num_refused;
-    EXPECT_TRUE(eventually([&] { return bare.process_link->has_ended(); }));
-    uint8_t byte;
-    EXPECT_TRUE(eventually([&] { return recv(bare.peer, &byte, 1, MSG_DONTWAIT) == 0; })) << "the peer hears the end";
-  }
-}
-
-TEST(ControlLink, WhoFreesSharedMemoryNeedsNone) {
-  BareLink bare;
-  void* const data = SegmentRegistry::instance().create(4096);
-  const uint64_t id = SegmentRegistry::instance().find(data, 1)->segment;
-  bare.write_all(frame(FrameType::kSegmentRequest, Bytes(reinterpret_cast<const uint8_t*>(&id),
-                                                         reinterpret_cast<const uint8_t*>(&id) + sizeof id)));
-  uint8_t byte;
-  ASSERT_TRUE(eventually([&] { return recv(bare.peer, &byte, 1, MSG_DONTWAIT) == 1; })) << "it was handed out";
-  const NoMemory none;
-  SegmentRegistry::instance().release(data);
-  EXPECT_FALSE(SegmentRegistry::instance().find(data, 1));
-}
-
 // ---- silence
 
 TEST(ProcessLink, ALinkThatWasJustMadeIsNotSilent) {
@@ -341,7 +310,6 @@ TEST(ProcessLink, WhatHasJustBeenSentNeedNotBeAcknowledged) {
     void on_end(const std::string&, bool) override {}
     void on_silence(const ProcessLink::Silence& silence) override { reaches_host.push_back(silence.reaches_host); }
     void on_lost_descriptor() override {}
-    void on_no_memory() override {}
     std::vector<bool> reaches_host;
   } route;
   auto pace = ProcessLink::Pace(1s);
@@ -379,7 +347,7 @@ TEST(ProcessLink, SilenceIsToldAndAHeartbeatEndsIt) {
 
 // ---- progress
 
-// What is posted ends at once, but for what the test holds back.
+// A posted message ends at once, unless the test holds it back.
 struct CountingChannel : Channel {
   explicit CountingChannel(int& looks_) : looks(looks_) {}
   void post_send(const Operation&, const void*, size_t, Request* request) override { post(request); }
@@ -455,17 +423,17 @@ TEST(Progress, LooksAtNoPeerThatNothingWasPostedTo) {
 TEST(Process, ALinkThatCannotBeMadeIsAnErrorAndNoLink) {
   const auto process = std::make_shared<Process>();
   Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
-  first.join_process(process, {0, 1}, "first");
+  first.liveness().join_process(process, {0, 1}, "first");
   const auto error = error_of([&] { process->attach(1, memfd_create("no-connection", MFD_CLOEXEC)); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTransport);
   EXPECT_CONTAINS(std::string(error->what()), "epoll refuses a connection");
   EXPECT_FALSE(process->is_linked(1));
-  EXPECT_TRUE(first.is_poisoned()) << "it would wait for its peer";
-  second.join_process(process, {0, 1}, "second");
+  EXPECT_TRUE(first.liveness().is_poisoned()) << "it would wait for its peer";
+  second.liveness().join_process(process, {0, 1}, "second");
   const auto pair = unix_pair();
   process->attach(1, pair[0]);
-  EXPECT_TRUE(process->is_linked(1) && second.control(1) && !second.is_poisoned());
+  EXPECT_TRUE(process->is_linked(1) && second.liveness().control(1) && !second.liveness().is_poisoned());
   for (auto* communicator : {&first, &second}) communicator->close();
   process->close();
   ::close(pair[1]);
@@ -515,10 +483,10 @@ TEST(Process, WhoAsksAboutAFailedGroupIsToldWhy) {
   const auto process = std::make_shared<Process>();
   const auto pair = unix_pair();
   Communicator communicator(0, 3, "test", 20us);
-  communicator.join_process(process, {0, 1, 2}, "test");
+  communicator.liveness().join_process(process, {0, 1, 2}, "test");
   process->attach(1, pair[0]);
   const Error cause(ErrorKind::kTransport, "rank 2 died", 2);
-  communicator.poison(cause, false);
+  communicator.liveness().poison(cause, false);
   const Bytes question = frame(FrameType::kStatusRequest, Bytes(sizeof(StatusRequest)));
   const auto ask = [&] { check(send(pair[1], question.data(), question.size(), MSG_NOSIGNAL) > 0, "send"); };
   ask();
@@ -541,10 +509,10 @@ TEST(Process, TellsWhetherARankOfOneOfItsGroupsIsThere) {
   const auto pair = unix_pair();
   std::atomic<int> dialed{-1};
   Communicator communicator(0, 2, "here", 20us);
-  communicator.join_process(process, {4, 9}, "here");
+  communicator.liveness().join_process(process, {4, 9}, "here");
   communicator.set_connector([&](int peer) {
     dialed = peer;
-    communicator.note_unreachable(peer, "no way to it", false);
+    communicator.liveness().note_unreachable(peer, "no way to it", false);
   });
   process->attach(1, pair[0]);
   const auto hearing_of = [&](int job_rank) {
@@ -565,7 +533,7 @@ TEST(Process, TellsWhetherARankOfOneOfItsGroupsIsThere) {
   };
   for (const int unknown : {-1, 0, 1, 4, 1 << 30}) EXPECT_EQ(hearing_of(unknown), Hearing::kCannotTell);
   EXPECT_EQ(hearing_of(9), Hearing::kNotYetKnown);
-  communicator.dial_probed();
+  communicator.liveness().dial_probed();
   EXPECT_EQ(dialed, 1);
   EXPECT_TRUE(eventually([&] { return hearing_of(9) == Hearing::kHearsNothing; }));
   communicator.close();
@@ -578,20 +546,20 @@ TEST(Process, WhoAnswersOneGroupNoMoreIsSilentToAll) {
   const auto pair = unix_pair();
   process->attach(1, pair[0]);
   Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
-  first.join_process(process, {0, 1}, "first");
-  second.join_process(process, {0, 1}, "second");
+  first.liveness().join_process(process, {0, 1}, "first");
+  second.liveness().join_process(process, {0, 1}, "second");
   Bytes answers;  // as the groups were made
   for (const char* const group : {"first", "second"}) {
     const Bytes answer = frame(FrameType::kStatus, bytes_of(PeerStatus{}), group);
     answers.insert(answers.end(), answer.begin(), answer.end());
   }
   check(send(pair[1], answers.data(), answers.size(), MSG_NOSIGNAL) > 0, "send");
-  ASSERT_TRUE(eventually([&] { return first.control(1)->process_link().unanswered_for() == 0ns; }));
-  first.control(1)->request_status({});
+  ASSERT_TRUE(eventually([&] { return first.liveness().control(1)->process_link().unanswered_for() == 0ns; }));
+  first.liveness().control(1)->request_status({});
   std::this_thread::sleep_for(320ms);
-  second.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
+  second.liveness().poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
   const auto begin = Clock::now();
-  EXPECT_EQ(error_of([&] { second.throw_if_poisoned(); })->rank(), 1);
+  EXPECT_EQ(error_of([&] { second.liveness().throw_if_poisoned(); })->rank(), 1);
   EXPECT_LT(Clock::now() - begin, 100ms) << "it waits for nothing from that rank";
   for (auto* communicator : {&first, &second}) communicator->close();
   process->close();
@@ -602,13 +570,13 @@ TEST(Process, NobodyIsAskedAboutARankWhoseHostAnswers) {
   const auto process = std::make_shared<Process>(200ms);
   const auto stopped = unix_pair(), there = unix_pair();
   Communicator communicator(0, 3, "test", 20us);
-  communicator.join_process(process, {0, 1, 2}, "test");
+  communicator.liveness().join_process(process, {0, 1, 2}, "test");
   process->attach(1, stopped[0]);
   process->attach(2, there[0]);
   const Bytes heartbeat = frame(FrameType::kHeartbeat, {}, "");
   check(send(stopped[1], heartbeat.data(), heartbeat.size(), MSG_NOSIGNAL) > 0, "send");  // its last word
-  ASSERT_TRUE(eventually([&] { return communicator.is_poisoned(); }));
-  const auto error = error_of([&] { communicator.throw_if_poisoned(); });
+  ASSERT_TRUE(eventually([&] { return communicator.liveness().is_poisoned(); }));
+  const auto error = error_of([&] { communicator.liveness().throw_if_poisoned(); });
   EXPECT_EQ(error->rank(), 1);
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 does not answer: its process is stopped");
   EXPECT_EQ(num_frames_at(there[1], FrameType::kAbort), 1u);
@@ -806,7 +774,7 @@ TEST(ForkGuard, AChildHasNoneOfTheDescriptors) {
   if (child == 0) {
     bool ok = process_generation() == generation + 1 && moved.get() == -1 && !is_open(number) && !is_open(doorbell);
     const int reused = dup(0);  // the lowest number that is free
-    moved.reset();              // must not close somebody else's
+    moved.reset();              // must not close another owner's
     ok = ok && is_open(reused);
     _exit(ok ? 0 : 1);
   }
@@ -839,7 +807,7 @@ TEST(ForkGuard, ADeathIsSeenAlthoughAChildLives) {
     _exit(0);
   }
   communicators[1].reset();
-  EXPECT_TRUE(eventually([&] { return communicators[0]->is_poisoned(); }));
+  EXPECT_TRUE(eventually([&] { return communicators[0]->liveness().is_poisoned(); }));
   ::close(alive[0]);
   ::close(alive[1]);
   waitpid(child, nullptr, 0);

@@ -30,8 +30,8 @@ Bytes bytes_of(const Pod& pod) {
   return bytes;
 }
 
-// What has come to the bare end of a link, as types and payloads; it stays there unless it is taken. Senders write
-// whole frames, and to an end that is read in time.
+// The frames that have come to the bare end of a link, as types and payloads; it stays there unless it is taken.
+// Senders write whole frames, and to an end that is read in time.
 inline std::vector<std::pair<FrameType, Bytes>> frames_at(int peer, bool takes = false) {
   Bytes bytes(1 << 16);
   const ssize_t got = recv(peer, bytes.data(), bytes.size(), MSG_DONTWAIT | (takes ? 0 : MSG_PEEK));

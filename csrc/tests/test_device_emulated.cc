@@ -1,6 +1,6 @@
 // The emulated device keeps what runtime.h promises and shows what it is for: the host cannot touch its memory, streams
 // run late, a missing event or a use after free is seen, and every public kernel has the CPU's bits on it.
-#include "csrc/device/emulated/emulated_runtime.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 #include <atomic>
 #include <cerrno>
@@ -19,12 +19,12 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
-#include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/topk.h"
 #include "csrc/kernels/weighted_sum.h"
@@ -75,7 +75,7 @@ class Emulated : public ::testing::Test {
   void store(float* to, float value, Stream stream) {
     runtime.run(stream, "store", [=, this] { *static_cast<float*>(runtime.host_address(to)) = value; });
   }
-  // What the device holds once the stream has come to it.
+  // Returns what the device holds once the stream has come to it.
   float load(const float* from, Stream stream) {
     float* const pinned = static_cast<float*>(runtime.allocate_pinned(sizeof(float)));
     runtime.copy_to_host(pinned, from, sizeof(float), stream);
@@ -430,7 +430,7 @@ TEST_F(Emulated, AnEventIsItsLastRecordAtTheTimeOfTheCall) {
   runtime.synchronize(other_device);
   EXPECT_FALSE(runtime.is_done(event));
   EXPECT_FALSE(runtime.is_idle(kDefault));
-  runtime.destroy_event(event);  // legal while somebody waits for it
+  runtime.destroy_event(event);  // legal while a stream waits for it
   open(two);
   runtime.synchronize(kDefault);
   runtime.destroy_stream(first);
@@ -530,7 +530,7 @@ TEST_F(Emulated, AFailedKernelIsAStickyErrorOfItsDevice) {
   EXPECT_EQ(load(next, kDefault), 4.0f);
 }
 
-// Who waits on another device for an event of the one that failed is not left waiting.
+// A stream that waits on another device for an event of the one that failed goes on.
 TEST_F(Emulated, AFailureReachesItsEvents) {
   const auto closed = gate();
   const Event event = runtime.create_event(kFirst);
@@ -697,153 +697,72 @@ std::vector<Case> all_cases() {
                    [=](const Addresses& at, Stream stream) { subtract(f32(at[0]), f32(at[1]), kNumel, stream); }});
 
   // A codec encodes what holds a NaN and what does not, and decodes the latter.
-  const auto add_codec = [&](const std::string& codec, const std::string& variant, size_t wire_bytes, auto encode,
-                             auto decode, auto decode_add, auto encode_with_residual, auto reduce_encode) {
+  const auto add_codec = [&](const std::string& codec, const BlockKernels& kernels, int option, size_t wire_bytes) {
+    const std::string variant = option == 0 ? "" : " " + std::to_string(option);
+    constexpr CounterRng kRng{7, 2048};
     for (const DType dtype : kCodec) {
       for (const bool has_nan : {false, true}) {
-        cases.push_back(
-            {name(codec + "_encode" + variant, dtype) + (has_nan ? " NaN" : ""),
-             codec + "_encode",
-             {values(dtype, 1, has_nan), zeros(wire_bytes), zeros(8)},
-             [=](const Addresses& at, Stream stream) { encode(dtype, at[0], u8(at[1]), u64(at[2]), stream); }});
+        cases.push_back({name(codec + "_encode" + variant, dtype) + (has_nan ? " NaN" : ""),
+                         codec + "_encode",
+                         {values(dtype, 1, has_nan), zeros(wire_bytes), zeros(8)},
+                         [=, &kernels](const Addresses& at, Stream stream) {
+                           kernels.encode(option, dtype, at[0], kNumel, u8(at[1]), kRng, u64(at[2]), stream);
+                         }});
       }
       Bytes source = values(dtype, 1), wire = zeros(wire_bytes);
-      encode(dtype, source.data(), wire.data(), nullptr, Stream{});
+      kernels.encode(option, dtype, source.data(), kNumel, wire.data(), kRng, nullptr, Stream{});
       cases.push_back({name(codec + "_decode" + variant, dtype),
                        codec + "_decode",
                        {wire, zeros(kNumel * item_bytes(dtype))},
-                       [=](const Addresses& at, Stream stream) { decode(dtype, u8(at[0]), at[1], stream); }});
+                       [=, &kernels](const Addresses& at, Stream stream) {
+                         kernels.decode(option, dtype, u8(at[0]), kNumel, at[1], stream);
+                       }});
       for (const DType feedback : {DType::kF32, DType::kBF16}) {
-        cases.push_back(
-            {name(name(codec + "_encode_with_residual" + variant, dtype), feedback),
-             codec + "_encode_with_residual",
-             {values(dtype, 1), values(feedback, 5), zeros(wire_bytes), zeros(8)},
-             [=](const Addresses& at, Stream stream) {
-               encode_with_residual(dtype, at[0], Residual{at[1], at[1], feedback}, u8(at[2]), u64(at[3]), stream);
-             }});
+        cases.push_back({name(name(codec + "_encode_with_residual" + variant, dtype), feedback),
+                         codec + "_encode_with_residual",
+                         {values(dtype, 1), values(feedback, 5), zeros(wire_bytes), zeros(8)},
+                         [=, &kernels](const Addresses& at, Stream stream) {
+                           kernels.encode_with_residual(option, dtype, at[0], Residual{at[1], at[1], feedback}, kNumel,
+                                                        u8(at[2]), kRng, u64(at[3]), stream);
+                         }});
       }
       if (dtype != DType::kF32) continue;
       cases.push_back({codec + "_decode_add" + variant,
                        codec + "_decode_add",
                        {wire, values(DType::kF32, 4)},
-                       [=](const Addresses& at, Stream stream) { decode_add(u8(at[0]), f32(at[1]), stream); }});
+                       [=, &kernels](const Addresses& at, Stream stream) {
+                         kernels.decode_add(option, u8(at[0]), kNumel, f32(at[1]), stream);
+                       }});
       Bytes wires;  // of three ranks
       for (uint64_t seed : {1, 2, 3}) {
         Bytes of_rank = zeros(wire_bytes);
-        encode(dtype, values(dtype, seed).data(), of_rank.data(), nullptr, Stream{});
+        kernels.encode(option, dtype, values(dtype, seed).data(), kNumel, of_rank.data(), kRng, nullptr, Stream{});
         wires.insert(wires.end(), of_rank.begin(), of_rank.end());
       }
       for (const bool has_residual : {false, true}) {
-        cases.push_back(
-            {codec + "_reduce_encode" + variant + (has_residual ? " residual" : ""),
-             codec + "_reduce_encode",
-             {wires, values(DType::kF32, 5), zeros(wire_bytes), zeros(8)},
-             [=](const Addresses& at, Stream stream) {
-               const Residual residual = has_residual ? Residual{at[1], at[1], DType::kF32} : Residual{};
-               reduce_encode(Contributions{u8(at[0]), wire_bytes, 3}, residual, u8(at[2]), u64(at[3]), stream);
-             }});
+        cases.push_back({codec + "_reduce_encode" + variant + (has_residual ? " residual" : ""),
+                         codec + "_reduce_encode",
+                         {wires, values(DType::kF32, 5), zeros(wire_bytes), zeros(8)},
+                         [=, &kernels](const Addresses& at, Stream stream) {
+                           const Residual residual = has_residual ? Residual{at[1], at[1], DType::kF32} : Residual{};
+                           kernels.reduce_encode(option, Contributions{u8(at[0]), wire_bytes, 3}, 1.0 / 3, residual,
+                                                 kNumel, u8(at[2]), kRng, u64(at[3]), stream);
+                         }});
       }
     }
   };
-  add_codec(
-      "minmax_uint8", "", minmax_uint8_wire_bytes(kNumel),
-      [](DType dtype, const void* source, uint8_t* bytes, uint64_t* count, Stream stream) {
-        minmax_uint8_encode(dtype, source, kNumel, bytes, count, stream);
-      },
-      [](DType dtype, const uint8_t* bytes, void* to, Stream stream) {
-        minmax_uint8_decode(dtype, bytes, kNumel, to, stream);
-      },
-      [](const uint8_t* bytes, float* to, Stream stream) { minmax_uint8_decode_add(bytes, kNumel, to, stream); },
-      [](DType dtype, const void* source, const Residual& residual, uint8_t* bytes, uint64_t* count, Stream stream) {
-        minmax_uint8_encode_with_residual(dtype, source, residual, kNumel, bytes, count, stream);
-      },
-      [](const Contributions& contributions, const Residual& residual, uint8_t* bytes, uint64_t* count, Stream stream) {
-        minmax_uint8_reduce_encode(contributions, 1.0 / 3, residual, kNumel, bytes, count, stream);
-      });
-  add_codec(
-      "onebit", "", onebit_wire_bytes(kNumel),
-      [](DType dtype, const void* source, uint8_t* bytes, uint64_t* count, Stream stream) {
-        onebit_encode(dtype, source, kNumel, bytes, count, stream);
-      },
-      [](DType dtype, const uint8_t* bytes, void* to, Stream stream) {
-        onebit_decode(dtype, bytes, kNumel, to, stream);
-      },
-      [](const uint8_t* bytes, float* to, Stream stream) { onebit_decode_add(bytes, kNumel, to, stream); },
-      [](DType dtype, const void* source, const Residual& residual, uint8_t* bytes, uint64_t* count, Stream stream) {
-        onebit_encode_with_residual(dtype, source, residual, kNumel, bytes, count, stream);
-      },
-      [](const Contributions& contributions, const Residual& residual, uint8_t* bytes, uint64_t* count, Stream stream) {
-        onebit_reduce_encode(contributions, 1.0 / 3, residual, kNumel, bytes, count, stream);
-      });
-  for (const int bits : {8, 4, 2}) {
-    add_codec(
-        "qsgd", " " + std::to_string(bits), qsgd_wire_bytes(kNumel, bits),
-        [=](DType dtype, const void* source, uint8_t* bytes, uint64_t* count, Stream stream) {
-          qsgd_encode(bits, dtype, source, kNumel, bytes, CounterRng{7, 2048}, count, stream);
-        },
-        [=](DType dtype, const uint8_t* bytes, void* to, Stream stream) {
-          qsgd_decode(bits, dtype, bytes, kNumel, to, stream);
-        },
-        [=](const uint8_t* bytes, float* to, Stream stream) { qsgd_decode_add(bits, bytes, kNumel, to, stream); },
-        [=](DType dtype, const void* source, const Residual& residual, uint8_t* bytes, uint64_t* count, Stream stream) {
-          qsgd_encode_with_residual(bits, dtype, source, residual, kNumel, bytes, CounterRng{7, 2048}, count, stream);
-        },
-        [=](const Contributions& contributions, const Residual& residual, uint8_t* bytes, uint64_t* count,
-            Stream stream) {
-          qsgd_reduce_encode(bits, contributions, 1.0 / 3, residual, kNumel, bytes, CounterRng{7, 2048}, count, stream);
-        });
+  for (const DType wire : {DType::kF16, DType::kBF16}) {
+    add_codec("half", kHalf, static_cast<int>(wire), half_wire_bytes(kNumel, 0));
   }
-  for (const int k : {8, 256}) {
-    add_codec(
-        "topk", " " + std::to_string(k), topk_wire_bytes(kNumel, k),
-        [=](DType dtype, const void* source, uint8_t* bytes, uint64_t* count, Stream stream) {
-          topk_encode(k, dtype, source, kNumel, bytes, count, stream);
-        },
-        [=](DType dtype, const uint8_t* bytes, void* to, Stream stream) {
-          topk_decode(k, dtype, bytes, kNumel, to, stream);
-        },
-        [=](const uint8_t* bytes, float* to, Stream stream) { topk_decode_add(k, bytes, kNumel, to, stream); },
-        [=](DType dtype, const void* source, const Residual& residual, uint8_t* bytes, uint64_t* count, Stream stream) {
-          topk_encode_with_residual(k, dtype, source, residual, kNumel, bytes, count, stream);
-        },
-        [=](const Contributions& contributions, const Residual& residual, uint8_t* bytes, uint64_t* count,
-            Stream stream) { topk_reduce_encode(k, contributions, 1.0 / 3, residual, kNumel, bytes, count, stream); });
-  }
-  for (const DType to : {DType::kF16, DType::kBF16}) {
-    Bytes wires;  // of three ranks
-    for (uint64_t seed : {1, 2, 3}) {
-      const Bytes of_rank = values(to, seed);
-      wires.insert(wires.end(), of_rank.begin(), of_rank.end());
-    }
-    cases.push_back({name("saturating_cast_with_residual", to),
-                     "saturating_cast_with_residual",
-                     {values(DType::kF32, 1), values(DType::kF32, 5), zeros(kNumel * 2), zeros(8)},
-                     [=](const Addresses& at, Stream stream) {
-                       saturating_cast_with_residual(DType::kF32, at[0], Residual{at[1], at[1], DType::kF32}, to,
-                                                     kNumel, u8(at[2]), u64(at[3]), stream);
-                     }});
-    cases.push_back({name("reduce_saturating_cast", to),
-                     "reduce_saturating_cast",
-                     {wires, values(DType::kBF16, 5), zeros(kNumel * 2), zeros(8)},
-                     [=](const Addresses& at, Stream stream) {
-                       reduce_saturating_cast(Contributions{u8(at[0]), kNumel * 2, 3}, 1.0 / 3,
-                                              Residual{at[1], at[1], DType::kBF16}, to, kNumel, u8(at[2]), u64(at[3]),
-                                              stream);
-                     }});
-  }
+  add_codec("minmax_uint8", kMinmaxUint8, 0, minmax_uint8_wire_bytes(kNumel));
+  add_codec("onebit", kOnebit, 0, onebit_wire_bytes(kNumel));
+  for (const int bits : {8, 4, 2}) add_codec("qsgd", kQsgd, bits, qsgd_wire_bytes(kNumel, bits));
+  for (const int k : {8, 256}) add_codec("topk", kTopk, k, topk_wire_bytes(kNumel, k));
   for (const DType from : kCodec) {
     cases.push_back({name("cast_add", from),
                      "cast_add",
                      {values(from, 1), values(DType::kF32, 2)},
                      [=](const Addresses& at, Stream stream) { cast_add(from, at[0], f32(at[1]), kNumel, stream); }});
-    for (const DType to : {DType::kF16, DType::kBF16}) {
-      cases.push_back({name(name("saturating_cast", from), to),
-                       "saturating_cast",
-                       {values(from, 1, true), zeros(kNumel * 2), zeros(8)},
-                       [=](const Addresses& at, Stream stream) {
-                         saturating_cast(from, at[0], to, at[1], kNumel, u64(at[2]), stream);
-                       }});
-    }
   }
   return cases;
 }

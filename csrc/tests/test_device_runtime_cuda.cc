@@ -1,5 +1,5 @@
-// What bagua asks of the CUDA runtime (csrc/device/cuda/runtime.cc), over one that only takes notes: which device is
-// the thread's current one in every call, what is refused before CUDA is asked, and what its errors become.
+// Tests of what bagua asks of the CUDA runtime (csrc/device/cuda/runtime.cc), over one that only takes notes: which
+// device is the thread's current one in every call, what is refused before CUDA is asked, and what its errors become.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// By function: the current device at its last call.
+// The current device at the last call of each function.
 std::map<std::string, int> called_on;
 std::map<std::string, cudaError_t> errors;  // of the next call
 bool is_capturing = false;

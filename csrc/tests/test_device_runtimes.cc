@@ -1,5 +1,5 @@
-// What runtime.h promises, on every device that there is: the emulated one everywhere, CUDA's where the build has it
-// and a GPU is at hand. A build with CUDA on a machine without a driver says so, whatever it is asked.
+// Tests of what runtime.h promises, on every device that there is: the emulated one everywhere, CUDA's where the build
+// has it and a GPU is at hand. A build with CUDA on a machine without a driver says so, whatever it is asked.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "csrc/common/error.h"
-#include "csrc/device/emulated/emulated_runtime.h"
 #include "csrc/device/memory.h"
 #include "csrc/kernels/reduce.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 namespace bagua {
 namespace {

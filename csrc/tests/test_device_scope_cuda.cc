@@ -1,5 +1,5 @@
-// Which contexts csrc/device/cuda/device_scope.cc makes, and what it leaves to the thread, over a driver that only
-// takes notes. A process of a rank that touches another one's GPU has a context of several hundred MB there.
+// Tests of the contexts that csrc/device/cuda/device_scope.cc makes, and what it leaves to the thread, over a driver
+// that only takes notes. A process of a rank that touches another one's GPU has a context of several hundred MB there.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ static cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** f
   *result = *found == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
-// Of the runtime: where the thread has no context, it makes one on the first GPU.
+// The runtime makes a context on the first GPU where the thread has none.
 static cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   if (current.empty()) current.push_back(make(0));
   const int before = capture_mode;

@@ -1,8 +1,8 @@
 // Ranks whose tensors lie on the emulated device, over any transport, each with an engine of its own.
 #pragma once
 
-#include "csrc/device/emulated/emulated_runtime.h"
 #include "csrc/engine/engine.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 #include "csrc/tests/test_transport_pairs.h"
 #include "csrc/transport/pinned/pinned_channel.h"
 
@@ -59,7 +59,7 @@ class DeviceUser {
     }
     return there;
   }
-  // What the stream finds there.
+  // Returns what the stream finds there.
   Bytes download(const void* there, size_t bytes) {
     if (bytes == 0) return {};
     uint8_t* const here = pinned(bytes);
@@ -68,7 +68,8 @@ class DeviceUser {
     return {here, here + bytes};
   }
   Engine::Place ready() const { return {stream_.device, device::recorded_event(stream_)}; }
-  // As Work::wait of Python does: the stream goes on behind the operation. What the operation failed with, if it did.
+  // Waits as Work::wait of Python does: the stream goes on behind the operation. What the operation failed with, if it
+  // did.
   std::optional<Error> wait(const std::shared_ptr<Work>& work, Clock::duration limit = 30s) {
     EXPECT_TRUE(work->wait_enqueued_for(limit)) << "an operation was not enqueued";
     work->let_wait(stream_);

@@ -60,7 +60,7 @@ TEST_F(EmulatedCuda, AVectorThatIsNotAlignedIsAnError) {
   cuda_emulation::run_grid(1, kThreads, [] { emulated_expect_aligned(bytes + 4 * (threadIdx.x % 8), 4); });
 }
 
-// What was wrong before does not stay.
+// An earlier mistake does not stay.
 TEST_F(EmulatedCuda, RunsOnAfterAnError) {
   expect_error(
       [] {

@@ -72,7 +72,7 @@ TEST_P(EngineOver, OperationsRunInTheOrderOfTheirSubmission) {
   std::set<uint64_t> tickets;
   for (size_t i = 0; i < works.size(); i += 3) tickets.insert(works[i]->ticket());
   EXPECT_EQ(tickets.size(), 100u);
-  EXPECT_EQ(engines[0]->communicator().status().last_finished.sequence, 100u);
+  EXPECT_EQ(engines[0]->communicator().liveness().status().last_finished.sequence, 100u);
   EXPECT_GE(engines[0]->events().take(true).size(), 200u) << "queued and operation, for each";
   EXPECT_TRUE(engines[0]->events().take(false).empty());
 }
@@ -214,7 +214,7 @@ TEST(Engine, AMessageWhosePeerIsNotConnectedHoldsUpNoOther) {
 TEST(Engine, AMessageWhosePeerNeverConnectsEndsAtItsDeadline) {
   auto communicator = std::make_unique<Communicator>(0, 2, "test", 20us);
   communicator->set_connector([&connecting = *communicator](int peer) {
-    connecting.note_unreachable(peer, "rank " + std::to_string(peer) + " has not come", true);
+    connecting.liveness().note_unreachable(peer, "rank " + std::to_string(peer) + " has not come", true);
   });
   Engine engine(std::move(communicator));
   uint32_t value = 0;
@@ -236,7 +236,7 @@ TEST(Engine, APeerThatOthersAskAboutIsDialedWhileNothingRuns) {
   Engine engine(std::move(communicator));
   std::this_thread::sleep_for(20ms);  // it sleeps
   const auto begin = Clock::now();
-  engine.communicator().hearing_of(2);
+  engine.communicator().liveness().hearing_of(2);
   EXPECT_TRUE(eventually([&] { return dialed == 2; }));
   EXPECT_LT(Clock::now() - begin, 250ms) << "half of what it sleeps";
 }
@@ -281,7 +281,7 @@ TEST_P(EngineOver, MessagesUnderWayFailWithTheCause) {
   std::vector<std::shared_ptr<Work>> works;
   for (uint32_t& value : values) works.push_back(engines[0]->submit_recv(1, &value, 4, message(), 30s));
   std::this_thread::sleep_for(20ms);
-  engines[0]->communicator().poison(Error(ErrorKind::kAborted, "enough"));
+  engines[0]->communicator().liveness().poison(Error(ErrorKind::kAborted, "enough"));
   for (const auto& work : works) EXPECT_EQ(std::string(error_of(work)->what()), "enough");
 }
 
@@ -322,7 +322,7 @@ TEST_P(EngineOver, CloseWithNothingPendingDisturbsNobody) {
       engines[rank]->close();  // at once, while the worker has hardly put the last operation away
     };
     run_together({[&] { use_and_close(0); }, [&] { use_and_close(1); }});
-    for (const auto& engine : engines) EXPECT_FALSE(engine->communicator().is_poisoned());
+    for (const auto& engine : engines) EXPECT_FALSE(engine->communicator().liveness().is_poisoned());
   }
 }
 

@@ -94,7 +94,7 @@ TEST(EventLog, LossesOfOperationsAreToldByTheirEnd) {
   EXPECT_EQ(log.kept_since_ns(), (std::pair<int64_t, int64_t>{1000, 0}));
 }
 
-// Who waits for some ranks only: on a ring of four, everybody; of three, nobody.
+// Ranks that wait for some ranks only: all of a ring of four, and none of a ring of three.
 TEST(EventLog, OperationsAmongNeighborsAreMarked) {
   for (const int size : {2, 3, 4}) {
     run_world(size, [size](Context& context, int rank) {

@@ -78,7 +78,7 @@ PeerStatus recorded_status() {
   return status;
 }
 
-// What a peer says in the life of a group.
+// The frames that a peer sends in the life of a group.
 std::vector<Bytes> recording() {
   std::vector<Bytes> frames;
   const auto say = [&frames](FrameType type, const Bytes& payload) {
@@ -110,7 +110,7 @@ TEST(Fuzzed, ControlFramesEndALinkAtWorst) {
   for (const auto end = Clock::now() + fuzz_time(); Clock::now() < end; ++num_rounds) {
     const auto process = std::make_shared<Process>();
     Communicator communicator(0, 3, "test", 0us);
-    communicator.join_process(process, {0, 1, 2}, "test");
+    communicator.liveness().join_process(process, {0, 1, 2}, "test");
     const auto pair = unix_pair();
     process->attach(1, pair[0]);
     for (int i = 0; i < 20; ++i) {
@@ -119,8 +119,8 @@ TEST(Fuzzed, ControlFramesEndALinkAtWorst) {
     }
     shutdown(pair[1], SHUT_WR);
     EXPECT_TRUE(eventually([&] { return !process->is_linked(1); }));  // all of it has been read, or was refused before
-    num_ended += communicator.is_poisoned();
-    communicator.status();
+    num_ended += communicator.liveness().is_poisoned();
+    communicator.liveness().status();
     ::close(pair[1]);
     communicator.close();
     process->close();

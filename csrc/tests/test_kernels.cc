@@ -3,8 +3,8 @@
 #include "csrc/kernels/reduce.h"
 
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/kernels/minmax_uint8.h"
-#include "csrc/kernels/saturating_cast.h"
 #include "csrc/tests/test_kernels_oracle.h"
 
 namespace bagua {
@@ -275,11 +275,10 @@ TEST(Dispatch, AnyOtherStreamNeedsABuildWithCuda) {
   expect_invalid_argument([&] { kernels::scale(DType::kF32, values, 2.0, 8, cuda); }, message);
   expect_invalid_argument([&] { kernels::cast(DType::kF32, values, DType::kF16, bytes, 8, cuda); }, message);
   expect_invalid_argument([&] { kernels::cast_add(DType::kF16, bytes, values, 8, cuda); }, message);
-  expect_invalid_argument([&] { kernels::saturating_cast(DType::kF32, values, DType::kF16, bytes, 8, nullptr, cuda); },
+  expect_invalid_argument([&] { kernels::kMinmaxUint8.encode(0, DType::kF32, values, 8, bytes, {}, nullptr, cuda); },
                           message);
-  expect_invalid_argument([&] { kernels::minmax_uint8_encode(DType::kF32, values, 8, bytes, nullptr, cuda); }, message);
-  expect_invalid_argument([&] { kernels::minmax_uint8_decode(DType::kF32, bytes, 8, values, cuda); }, message);
-  expect_invalid_argument([&] { kernels::minmax_uint8_decode_add(bytes, 8, values, cuda); }, message);
+  expect_invalid_argument([&] { kernels::kMinmaxUint8.decode(0, DType::kF32, bytes, 8, values, cuda); }, message);
+  expect_invalid_argument([&] { kernels::kMinmaxUint8.decode_add(0, bytes, 8, values, cuda); }, message);
 }
 #endif
 

@@ -1,9 +1,9 @@
 // The float conversions against the definitions of the formats: every 16-bit pattern, random f32 and f64
-// bit patterns, values around every rounding boundary, sizes, misalignment, saturation.
+// bit patterns, values around every rounding boundary, sizes, misalignment; and the codes of fp16 and bf16.
 #include "csrc/kernels/cast.h"
 
 #include "csrc/kernels/cpu/half.h"
-#include "csrc/kernels/saturating_cast.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/tests/test_kernels_oracle.h"
 
 namespace bagua {
@@ -185,58 +185,75 @@ TEST(CastAdd, EqualsTheOracle) {
   }
 }
 
-uint16_t saturating_oracle(DType to, double value) {
-  const double largest = testing::half_format(to).largest;
-  if (!std::isfinite(value)) return to == DType::kF16 ? 0x7e00 : 0x7fc0;
-  return half_bits(to, std::fmin(std::fmax(value, -largest), largest));
+// A cast, but for a NaN, which has one pattern.
+uint16_t code_oracle(DType to, double value) {
+  if (std::isnan(value)) return to == DType::kF16 ? 0x7e00 : 0x7fc0;
+  return half_bits(to, value);
 }
 
-TEST(SaturatingCast, RandomF32Patterns) {
+// Returns the codes, and adds those that are not finite to `num_nonfinite`.
+std::vector<uint16_t> encoded(DType from, const void* source, size_t numel, DType to, uint64_t* num_nonfinite) {
+  Array bytes(numel * 2, 1);
+  kernels::kHalf.encode(static_cast<int>(to), from, source, numel, bytes.data(), {}, num_nonfinite, kCpu);
+  bytes.expect_canary();
+  std::vector<uint16_t> codes(numel);
+  if (numel > 0) std::memcpy(codes.data(), bytes.data(), 2 * numel);
+  return codes;
+}
+
+TEST(HalfCodec, RandomF32Patterns) {
   std::mt19937 random(12);
   for (DType to : kHalves) {
-    Array source(kLargeSize * 4, 4), out(kLargeSize * 2, 1);
-    uint64_t expected_nonfinite = 5;
+    Array source(kLargeSize * 4, 4);
+    for (size_t i = 0; i < kLargeSize; ++i) source.as<uint32_t>()[i] = static_cast<uint32_t>(random());
+    uint64_t num_nonfinite = 5, expected_nonfinite = 5;  // the count is added to what is there
+    const auto codes = encoded(DType::kF32, source.data(), kLargeSize, to, &num_nonfinite);
     for (size_t i = 0; i < kLargeSize; ++i) {
-      source.as<uint32_t>()[i] = static_cast<uint32_t>(random());
-      expected_nonfinite += !std::isfinite(load_real(DType::kF32, source.data(), i));
+      ASSERT_EQ(codes[i], code_oracle(to, load_real(DType::kF32, source.data(), i)));
+      expected_nonfinite += !std::isfinite(half_value(to, codes[i]));
     }
-    uint64_t num_nonfinite = 5;  // the count is added to what is there
-    kernels::saturating_cast(DType::kF32, source.data(), to, out.data(), kLargeSize, &num_nonfinite, kCpu);
     EXPECT_EQ(num_nonfinite, expected_nonfinite);
-    for (size_t i = 0; i < kLargeSize; ++i) {
-      uint16_t bits;
-      std::memcpy(&bits, out.data() + 2 * i, 2);
-      ASSERT_EQ(bits, saturating_oracle(to, load_real(DType::kF32, source.data(), i)));
-    }
-    out.expect_canary();
   }
 }
 
-TEST(SaturatingCast, AllHalfPatterns) {
+TEST(HalfCodec, WhatOverflowsBecomesInfAndIsCounted) {
+  for (DType to : kHalves) {
+    const double largest = testing::half_format(to).largest;
+    const float first = to == DType::kF16 ? 65520.0f : 0x1.ffp127f;  // halfway to the next power of two
+    const float values[] = {static_cast<float>(largest), std::nextafter(first, 0.0f), first, -first, 3e38f, HUGE_VALF};
+    uint64_t num_nonfinite = 0;
+    const auto codes = encoded(DType::kF32, values, std::size(values), to, &num_nonfinite);
+    EXPECT_EQ(num_nonfinite, to == DType::kF16 ? 4u : 3u);
+    EXPECT_EQ(half_value(to, codes[0]), largest);
+    EXPECT_EQ(half_value(to, codes[1]), largest);
+    EXPECT_EQ(half_value(to, codes[2]), HUGE_VAL);
+    EXPECT_EQ(half_value(to, codes[3]), -HUGE_VAL);
+    EXPECT_EQ(std::isinf(half_value(to, codes[4])), to == DType::kF16);
+    EXPECT_EQ(half_value(to, codes[5]), HUGE_VAL);
+  }
+}
+
+TEST(HalfCodec, AllHalfPatterns) {
   const std::vector<uint16_t> patterns = all_patterns();
   for (DType from : kHalves) {
     for (DType to : kHalves) {
-      std::vector<uint16_t> out(patterns.size());
-      kernels::saturating_cast(from, patterns.data(), to, out.data(), patterns.size(), nullptr, kCpu);
+      const auto codes = encoded(from, patterns.data(), patterns.size(), to, nullptr);
       for (size_t i = 0; i < patterns.size(); ++i) {
-        ASSERT_EQ(out[i], saturating_oracle(to, half_value(from, patterns[i]))) << i;
+        ASSERT_EQ(codes[i], code_oracle(to, half_value(from, patterns[i]))) << i;
       }
     }
   }
 }
 
-TEST(SaturatingCast, EverySize) {
+TEST(HalfCodec, EverySize) {
   for (DType from : {DType::kF32, DType::kF16, DType::kBF16}) {
     for (size_t numel : kSmallSizes) {
-      Array source(numel * item_bytes(from), 0), out(numel * 2, 1);
+      Array source(numel * item_bytes(from), 0);
       fill_random(from, source.data(), numel, 13);
-      kernels::saturating_cast(from, source.data(), DType::kF16, out.data(), numel, nullptr, kCpu);
+      const auto codes = encoded(from, source.data(), numel, DType::kF16, nullptr);
       for (size_t i = 0; i < numel; ++i) {
-        uint16_t bits;
-        std::memcpy(&bits, out.data() + 2 * i, 2);
-        ASSERT_EQ(bits, saturating_oracle(DType::kF16, load_real(from, source.data(), i)));
+        ASSERT_EQ(codes[i], code_oracle(DType::kF16, load_real(from, source.data(), i)));
       }
-      out.expect_canary();
     }
   }
 }

@@ -14,12 +14,12 @@
 #include "csrc/kernels/cpu/copy_to_cold.cc"
 #include "csrc/kernels/cpu/digest.cc"
 #include "csrc/kernels/cpu/half.cc"
+#include "csrc/kernels/cpu/half_codec.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
 #include "csrc/kernels/cpu/nonfinite.cc"
 #include "csrc/kernels/cpu/onebit.cc"
 #include "csrc/kernels/cpu/qsgd.cc"
 #include "csrc/kernels/cpu/reduce.cc"
-#include "csrc/kernels/cpu/saturating_cast.cc"
 #include "csrc/kernels/cpu/subtract.cc"
 #include "csrc/kernels/cpu/topk.cc"
 #include "csrc/kernels/cpu/weighted_sum.cc"
@@ -198,10 +198,11 @@ TEST(BAGUA_CLONE_SUITE, Cast) {
       EXPECT_TRUE(same_bits(got.data(), expected.data(), got.size_bytes())) << from << " to " << to;
       if (source_type == DType::kF64 || item_bytes(type) != 2) continue;
       uint64_t num_nonfinite = 0, expected_num_nonfinite = 0;
-      kernels::cpu::saturating_cast(source_type, source.data(), type, got.data(), 65536, &num_nonfinite);
-      kernels::saturating_cast(source_type, source.data(), type, expected.data(), 65536, &expected_num_nonfinite,
-                               Stream{});
-      EXPECT_TRUE(same_bits(got.data(), expected.data(), got.size_bytes())) << from << " saturating to " << to;
+      const int wire = static_cast<int>(type);
+      kernels::cpu::kHalf.encode(wire, source_type, source.data(), 65536, got.data(), {}, &num_nonfinite, Stream{});
+      kernels::kHalf.encode(wire, source_type, source.data(), 65536, expected.data(), {}, &expected_num_nonfinite,
+                            Stream{});
+      EXPECT_TRUE(same_bits(got.data(), expected.data(), got.size_bytes())) << from << " encoded to " << to;
       EXPECT_EQ(num_nonfinite, expected_num_nonfinite);
     }
   }
@@ -215,14 +216,14 @@ TEST(BAGUA_CLONE_SUITE, MinmaxUint8) {
     fill_random(DType::kF32, source.data(), kCloneNumel, seed);
     if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
     if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
-    kernels::cpu::minmax_uint8_encode(DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
-    kernels::minmax_uint8_encode(DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+    kernels::cpu::kMinmaxUint8.encode(0, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+    kernels::kMinmaxUint8.encode(0, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
     ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
     Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
     sum.assign(source);
     expected_sum.assign(source);
-    kernels::cpu::minmax_uint8_decode_add(got.data(), kCloneNumel, sum.as<float>());
-    kernels::minmax_uint8_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    kernels::cpu::kMinmaxUint8.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+    kernels::kMinmaxUint8.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
     ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
   }
 }
@@ -239,15 +240,15 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       const CounterRng rng{seed, 2048 * seed};
       {
         const auto mode = seed % 2 == 0 ? std::make_unique<FlushToZero>() : nullptr;  // which changes nothing
-        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), rng, nullptr);
+        kernels::cpu::kQsgd.encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), rng, nullptr, Stream{});
       }
-      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), rng, nullptr, Stream{});
+      kernels::kQsgd.encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), rng, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << bits << " bits, seed " << seed;
       Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
       sum.assign(source);
       expected_sum.assign(source);
-      kernels::cpu::qsgd_decode_add(bits, got.data(), kCloneNumel, sum.as<float>());
-      kernels::qsgd_decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+      kernels::cpu::kQsgd.decode_add(bits, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+      kernels::kQsgd.decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
       ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << bits << " bits, seed " << seed;
     }
   }
@@ -261,14 +262,14 @@ TEST(BAGUA_CLONE_SUITE, Onebit) {
     fill_random(DType::kF32, source.data(), kCloneNumel, seed);
     if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
     if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
-    kernels::cpu::onebit_encode(DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
-    kernels::onebit_encode(DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+    kernels::cpu::kOnebit.encode(0, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+    kernels::kOnebit.encode(0, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
     ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
     Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
     sum.assign(source);
     expected_sum.assign(source);
-    kernels::cpu::onebit_decode_add(got.data(), kCloneNumel, sum.as<float>());
-    kernels::onebit_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    kernels::cpu::kOnebit.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+    kernels::kOnebit.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
     ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
   }
 }
@@ -285,8 +286,8 @@ TEST(BAGUA_CLONE_SUITE, Topk) {
       if (seed % 4 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
       for (size_t i = 0; seed % 4 == 3 && i < kCloneNumel; ++i)
         source.as<float>()[i] = std::rint(source.as<float>()[i]);
-      kernels::cpu::topk_encode(k, DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
-      kernels::topk_encode(k, DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+      kernels::cpu::kTopk.encode(k, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+      kernels::kTopk.encode(k, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "k " << k << ", seed " << seed;
     }
   }

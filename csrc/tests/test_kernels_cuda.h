@@ -1,5 +1,5 @@
-// What the tests of the CUDA kernels on fibres share. A file that includes .cu files gives the namespace `cuda` another
-// name first, because the library has that one already.
+// The part that the tests of the CUDA kernels on fibres share. A file that includes .cu files gives the namespace
+// `cuda` another name first, because the library has that one already.
 #pragma once
 
 #include <sys/mman.h>

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/codecs/block_codec.h"
 #include "csrc/tests/test_kernels_cuda.h"
 
 #define cuda cuda_on_fibres
@@ -37,40 +36,28 @@ constexpr CounterRng kRng{0x1234567890abcdefu, 6 * 2048};
 
 struct Case {
   std::string name;
-  BlockKernels host, device;
-};
+  const kernels::BlockKernels &host, &device;
+  int option;
+  size_t (*wire_bytes_of)(size_t numel, int option);
 
-// `coder` and `decoder` bind what stands before the arguments that all codecs take.
-#define BAGUA_BLOCK_KERNELS(space, name, wire_bytes, coder, decoder)                                  \
-  BlockKernels {                                                                                      \
-    2048, wire_bytes, coder(kernels::space name##_encode), decoder(kernels::space name##_decode),     \
-        decoder(kernels::space name##_decode_add), coder(kernels::space name##_encode_with_residual), \
-        coder(kernels::space name##_reduce_encode)                                                    \
-  }
-#define BAGUA_CASE(label, name, wire_bytes, coder, decoder)                     \
-  Case {                                                                        \
-    label, BAGUA_BLOCK_KERNELS(, name, wire_bytes, coder, decoder),             \
-        BAGUA_BLOCK_KERNELS(cuda_on_fibres::, name, wire_bytes, coder, decoder) \
-  }
+  size_t wire_bytes(size_t numel) const { return wire_bytes_of(numel, option); }
+};
 
 const std::vector<Case>& cases() {
   static const std::vector<Case> all = [] {
-    const auto drawless = [](auto function) { return without_rng(function); };
-    const auto plain = [](auto function) { return function; };
     std::vector<Case> list = {
-        BAGUA_CASE("minmax_uint8", minmax_uint8, kernels::minmax_uint8_wire_bytes, drawless, plain),
-        BAGUA_CASE("onebit", onebit, kernels::onebit_wire_bytes, drawless, plain),
+        {"minmax_uint8", kernels::kMinmaxUint8, kernels::cuda_on_fibres::kMinmaxUint8, 0,
+         [](size_t numel, int) { return kernels::minmax_uint8_wire_bytes(numel); }},
+        {"onebit", kernels::kOnebit, kernels::cuda_on_fibres::kOnebit, 0,
+         [](size_t numel, int) { return kernels::onebit_wire_bytes(numel); }},
     };
     for (int bits : {8, 4, 2}) {
-      const auto wire_bytes = [bits](size_t numel) { return kernels::qsgd_wire_bytes(numel, bits); };
-      const auto bound = [bits](auto function) { return std::bind_front(function, bits); };
-      list.push_back(BAGUA_CASE("qsgd:bits=" + std::to_string(bits), qsgd, wire_bytes, bound, bound));
+      list.push_back({"qsgd:bits=" + std::to_string(bits), kernels::kQsgd, kernels::cuda_on_fibres::kQsgd, bits,
+                      kernels::qsgd_wire_bytes});
     }
     for (int k : {8, 16, 32, 64, 128, 256}) {
-      const auto wire_bytes = [k](size_t numel) { return kernels::topk_wire_bytes(numel, k); };
-      const auto bound = [k](auto function) { return std::bind_front(function, k); };
-      const auto coder = [k](auto function) { return without_rng(std::bind_front(function, k)); };
-      list.push_back(BAGUA_CASE("topk:k=" + std::to_string(k), topk, wire_bytes, coder, bound));
+      list.push_back(
+          {"topk:k=" + std::to_string(k), kernels::kTopk, kernels::cuda_on_fibres::kTopk, k, kernels::topk_wire_bytes});
     }
     return list;
   }();
@@ -108,31 +95,33 @@ class CudaCodecs : public ::testing::TestWithParam<size_t> {
 };
 
 void CudaCodecs::expect_encode_and_decode(DType dtype, const std::vector<float>& values, size_t skew) const {
-  const size_t numel = values.size(), wire_bytes = codec().host.wire_bytes(numel);
+  const size_t numel = values.size(), wire_bytes = codec().wire_bytes(numel);
   const std::vector<uint8_t> source = stored(dtype, values);
   std::vector<uint8_t> bytes(wire_bytes), decoded(source.size());
   std::vector<float> sums(numel, -0.0f);
   uint64_t num_nonfinite = 7;
-  codec().host.encode(dtype, source.data(), numel, bytes.data(), kRng, &num_nonfinite, kCpu);
-  codec().host.decode(dtype, bytes.data(), numel, decoded.data(), kCpu);
-  codec().host.decode_add(bytes.data(), numel, sums.data(), kCpu);
+  codec().host.encode(codec().option, dtype, source.data(), numel, bytes.data(), kRng, &num_nonfinite, kCpu);
+  codec().host.decode(codec().option, dtype, bytes.data(), numel, decoded.data(), kCpu);
+  codec().host.decode_add(codec().option, bytes.data(), numel, sums.data(), kCpu);
 
   GuardedArray device_source(source.size(), skew_of(dtype, skew)), device_bytes(wire_bytes, skew);
   GuardedArray device_decoded(source.size(), skew_of(dtype, skew)), device_sums(numel * 4, skew_of(DType::kF32, skew));
   device_source.assign(source.data());
   uint64_t device_num_nonfinite = 7;
   expect_one_launch(numel, [&] {
-    codec().device.encode(dtype, device_source.data(), numel, device_bytes.data(), kRng, &device_num_nonfinite,
-                          kCudaStream);
+    codec().device.encode(codec().option, dtype, device_source.data(), numel, device_bytes.data(), kRng,
+                          &device_num_nonfinite, kCudaStream);
   });
   EXPECT_EQ(device_num_nonfinite, num_nonfinite);
   ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message"));
-  expect_one_launch(
-      numel, [&] { codec().device.decode(dtype, device_bytes.data(), numel, device_decoded.data(), kCudaStream); });
+  expect_one_launch(numel, [&] {
+    codec().device.decode(codec().option, dtype, device_bytes.data(), numel, device_decoded.data(), kCudaStream);
+  });
   ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, device_decoded, decoded, false, "what is decoded"));
   for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = -0.0f;
-  expect_one_launch(
-      numel, [&] { codec().device.decode_add(device_bytes.data(), numel, device_sums.as<float>(), kCudaStream); });
+  expect_one_launch(numel, [&] {
+    codec().device.decode_add(codec().option, device_bytes.data(), numel, device_sums.as<float>(), kCudaStream);
+  });
   expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum");
 }
 
@@ -183,33 +172,35 @@ TEST_P(CudaCodecs, BlocksThatAreUnlikeOthersAreTheCpus) {
   }
 }
 
-// What a damaged message of topk says of elements that are not there is dropped, wherever it is read.
+// Elements of a damaged message of topk that are not there are dropped, wherever it is read.
 TEST_P(CudaCodecs, IndicesPastTheEndAreDropped) {
   if (!codec().name.starts_with("topk")) GTEST_SKIP() << "its codes hold no indices";
   const int count = 3;
   for (size_t numel : {size_t{2048}, size_t{2048 + 300}}) {
-    const size_t wire_bytes = codec().host.wire_bytes(numel), kept = codec().host.wire_bytes(2048) / 6;
+    const size_t wire_bytes = codec().wire_bytes(numel), kept = codec().wire_bytes(2048) / 6;
     std::vector<uint8_t> codes;
     for (int rank = 0; rank < count; ++rank) {
       std::vector<uint8_t> bytes(wire_bytes);
       const std::vector<float> values = testing::random_values(DType::kF32, numel, 40 + static_cast<uint64_t>(rank));
-      codec().host.encode(DType::kF32, stored(DType::kF32, values).data(), numel, bytes.data(), kRng, nullptr, kCpu);
+      codec().host.encode(codec().option, DType::kF32, stored(DType::kF32, values).data(), numel, bytes.data(), kRng,
+                          nullptr, kCpu);
       for (size_t j = 0; j < kept; j += 3) bytes[4 * kept + 2 * j + 1] |= j % 2 != 0 ? 0x08 : 0xf8;  // 2048 and more
       codes.insert(codes.end(), bytes.begin(), bytes.end());
     }
     std::vector<uint8_t> decoded(numel * 4), bytes(wire_bytes);
     std::vector<float> sums(numel, 1.0f);
-    codec().host.decode(DType::kF32, codes.data(), numel, decoded.data(), kCpu);
-    codec().host.decode_add(codes.data(), numel, sums.data(), kCpu);
-    codec().host.reduce_encode({codes.data(), wire_bytes, count}, 1.0, {}, numel, bytes.data(), kRng, nullptr, kCpu);
+    codec().host.decode(codec().option, DType::kF32, codes.data(), numel, decoded.data(), kCpu);
+    codec().host.decode_add(codec().option, codes.data(), numel, sums.data(), kCpu);
+    codec().host.reduce_encode(codec().option, {codes.data(), wire_bytes, count}, 1.0, {}, numel, bytes.data(), kRng,
+                               nullptr, kCpu);
     GuardedArray device_codes(codes.size()), device_decoded(numel * 4), device_sums(numel * 4);
     GuardedArray device_bytes(wire_bytes);
     device_codes.assign(codes.data());
     for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = 1.0f;
-    codec().device.decode(DType::kF32, device_codes.data(), numel, device_decoded.data(), kCudaStream);
-    codec().device.decode_add(device_codes.data(), numel, device_sums.as<float>(), kCudaStream);
-    codec().device.reduce_encode({device_codes.data(), wire_bytes, count}, 1.0, {}, numel, device_bytes.data(), kRng,
-                                 nullptr, kCudaStream);
+    codec().device.decode(codec().option, DType::kF32, device_codes.data(), numel, device_decoded.data(), kCudaStream);
+    codec().device.decode_add(codec().option, device_codes.data(), numel, device_sums.as<float>(), kCudaStream);
+    codec().device.reduce_encode(codec().option, {device_codes.data(), wire_bytes, count}, 1.0, {}, numel,
+                                 device_bytes.data(), kRng, nullptr, kCudaStream);
     ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_decoded, decoded, false, "what is decoded"));
     ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum"));
     expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message");
@@ -218,7 +209,7 @@ TEST_P(CudaCodecs, IndicesPastTheEndAreDropped) {
 
 void CudaCodecs::expect_encode_with_residual(DType dtype, const std::vector<float>& values, DType residual_dtype,
                                              bool in_place, bool has_in, size_t skew) const {
-  const size_t numel = values.size(), wire_bytes = codec().host.wire_bytes(numel);
+  const size_t numel = values.size(), wire_bytes = codec().wire_bytes(numel);
   const std::vector<uint8_t> source = stored(dtype, values);
   // Zeros to negative zeros: their sum is what padding must not change.
   const bool has_zeros = numel > 0 && values[0] == 0 && std::signbit(values[0]);
@@ -226,7 +217,7 @@ void CudaCodecs::expect_encode_with_residual(DType dtype, const std::vector<floa
       residual_dtype, has_zeros ? std::vector<float>(numel, -0.0f) : testing::random_values(residual_dtype, numel, 5));
   std::vector<uint8_t> bytes(wire_bytes), left(residual.size());
   uint64_t num_nonfinite = 0, device_num_nonfinite = 0;
-  codec().host.encode_with_residual(dtype, source.data(),
+  codec().host.encode_with_residual(codec().option, dtype, source.data(),
                                     {has_in ? residual.data() : nullptr, left.data(), residual_dtype}, numel,
                                     bytes.data(), kRng, &num_nonfinite, kCpu);
 
@@ -238,8 +229,8 @@ void CudaCodecs::expect_encode_with_residual(DType dtype, const std::vector<floa
   const GuardedArray& renewed = in_place ? device_in : device_out;
   const Residual device_residual{has_in ? device_in.data() : nullptr, renewed.data(), residual_dtype};
   expect_one_launch(numel, [&] {
-    codec().device.encode_with_residual(dtype, device_source.data(), device_residual, numel, device_bytes.data(), kRng,
-                                        &device_num_nonfinite, kCudaStream);
+    codec().device.encode_with_residual(codec().option, dtype, device_source.data(), device_residual, numel,
+                                        device_bytes.data(), kRng, &device_num_nonfinite, kCudaStream);
   });
   EXPECT_EQ(device_num_nonfinite, num_nonfinite);
   ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message"));
@@ -267,13 +258,13 @@ TEST_P(CudaCodecs, EncodeWithResidualIsTheCpus) {
 // `residual_like` says whether there is one, with an `in`, and of which type.
 void CudaCodecs::expect_reduce_encode(DType sent, int count, double factor, size_t numel, int kind,
                                       const Residual& residual_like, bool in_place, size_t skew) const {
-  const size_t wire_bytes = codec().host.wire_bytes(numel), stride = wire_bytes + skew;
+  const size_t wire_bytes = codec().wire_bytes(numel), stride = wire_bytes + skew;
   std::vector<uint8_t> codes(stride * static_cast<size_t>(count));
   for (int rank = 0; rank < count; ++rank) {
     const int rank_kind = rank == count / 2 ? kind : 0;  // one of them is odd
     const std::vector<uint8_t> source =
         stored(sent, values_of_kind(rank_kind, sent, numel, 90 + static_cast<uint64_t>(rank)));
-    codec().host.encode(sent, source.data(), numel, codes.data() + stride * static_cast<size_t>(rank),
+    codec().host.encode(codec().option, sent, source.data(), numel, codes.data() + stride * static_cast<size_t>(rank),
                         {static_cast<uint64_t>(rank), 0}, nullptr, kCpu);
   }
   const DType residual_dtype = residual_like.dtype;
@@ -282,8 +273,8 @@ void CudaCodecs::expect_reduce_encode(DType sent, int count, double factor, size
   uint64_t num_nonfinite = 0, device_num_nonfinite = 0;
   Residual host_residual{residual_like.in == nullptr ? nullptr : residual.data(), left.data(), residual_dtype};
   if (!residual_like.is_on()) host_residual = {};
-  codec().host.reduce_encode({codes.data(), stride, count}, factor, host_residual, numel, bytes.data(), kRng,
-                             &num_nonfinite, kCpu);
+  codec().host.reduce_encode(codec().option, {codes.data(), stride, count}, factor, host_residual, numel, bytes.data(),
+                             kRng, &num_nonfinite, kCpu);
 
   const size_t residual_skew = skew_of(residual_dtype, skew);
   GuardedArray device_codes(codes.size(), skew), device_bytes(wire_bytes, skew);
@@ -294,7 +285,7 @@ void CudaCodecs::expect_reduce_encode(DType sent, int count, double factor, size
   Residual device_residual{residual_like.in == nullptr ? nullptr : device_in.data(), renewed.data(), residual_dtype};
   if (!residual_like.is_on()) device_residual = {};
   expect_one_launch(numel, [&] {
-    codec().device.reduce_encode({device_codes.data(), stride, count}, factor, device_residual, numel,
+    codec().device.reduce_encode(codec().option, {device_codes.data(), stride, count}, factor, device_residual, numel,
                                  device_bytes.data(), kRng, &device_num_nonfinite, kCudaStream);
   });
   EXPECT_EQ(device_num_nonfinite, num_nonfinite);
@@ -347,7 +338,7 @@ std::vector<std::pair<float, float>> headers() {
 }
 
 TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
-  const size_t numel = 2048, wire_bytes = codec().host.wire_bytes(numel);
+  const size_t numel = 2048, wire_bytes = codec().wire_bytes(numel);
   if (codec().name.starts_with("topk")) GTEST_SKIP() << "its blocks have no header";
   GuardedArray device_bytes(wire_bytes), device_decoded(numel * 4), device_sums(numel * 4);
   for (const auto& [low, high] : headers()) {
@@ -357,12 +348,12 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
     const float header[] = {low, high};
     std::memcpy(bytes.data(), header, codec().name == "minmax_uint8" ? 8 : 4);
     std::vector<float> sums(numel, 0.0f);
-    codec().host.decode(DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
-    codec().host.decode_add(bytes.data(), numel, sums.data(), kCpu);
+    codec().host.decode(codec().option, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+    codec().host.decode_add(codec().option, bytes.data(), numel, sums.data(), kCpu);
     device_bytes.assign(bytes.data());
     for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = 0.0f;
-    codec().device.decode(DType::kF32, device_bytes.data(), numel, device_decoded.data(), kCudaStream);
-    codec().device.decode_add(device_bytes.data(), numel, device_sums.as<float>(), kCudaStream);
+    codec().device.decode(codec().option, DType::kF32, device_bytes.data(), numel, device_decoded.data(), kCudaStream);
+    codec().device.decode_add(codec().option, device_bytes.data(), numel, device_sums.as<float>(), kCudaStream);
     ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_decoded, decoded, false, "what is decoded"));
     ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum"));
     if (HasFailure()) return;

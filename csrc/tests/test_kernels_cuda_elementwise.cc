@@ -10,9 +10,9 @@
 #include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
+#include "csrc/kernels/half_codec.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/reduce.h"
-#include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/weighted_sum.h"
 #include "csrc/tests/test_kernels_cuda.h"
@@ -23,9 +23,9 @@
 #include "csrc/kernels/cuda/copy_segments.cu"
 #include "csrc/kernels/cuda/copy_to_cold.cu"
 #include "csrc/kernels/cuda/digest.cu"
+#include "csrc/kernels/cuda/half_codec.cu"
 #include "csrc/kernels/cuda/nonfinite.cu"
 #include "csrc/kernels/cuda/reduce.cu"
-#include "csrc/kernels/cuda/saturating_cast.cu"
 #include "csrc/kernels/cuda/subtract.cu"
 #include "csrc/kernels/cuda/weighted_sum.cu"
 #undef cuda
@@ -109,7 +109,8 @@ TEST_F(CudaElementwise, CastsAreTheCpus) {
   }
 }
 
-// As many sources and destinations, the first of which are the same arrays if `in_place`; one element off if `skewed`.
+// A number of sources and destinations, the first of which are the same arrays if `in_place`; one element off if
+// `skewed`.
 void expect_reduction(ReduceOp op, DType dtype, int num_sources, int num_destinations, size_t numel, bool in_place,
                       bool skewed) {
   SCOPED_TRACE(std::string(reduce_op_name(op)) + " of " + std::to_string(num_sources) + " " +
@@ -315,7 +316,7 @@ TEST_F(CudaElementwise, DigestsAreTheCpus) {
   EXPECT_EQ(got, expected);
 }
 
-TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
+TEST_F(CudaElementwise, HalfCodesAreTheCpus) {
   size_t turn = 0;
   for (DType from : kEncodable) {
     for (DType to : {DType::kF16, DType::kBF16}) {
@@ -329,9 +330,10 @@ TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
           uint64_t count = 1, device_count = 1;
           DeviceArray device_source(source, source_skew);
           GuardedArray device_codes(codes.size(), skew);
-          kernels::saturating_cast(from, source.data(), to, codes.data(), numel, &count, kCpu);
-          kernels::cuda_on_fibres::saturating_cast(from, device_source.data(), to, device_codes.data(), numel,
-                                                   &device_count, kCudaStream);
+          const int wire = static_cast<int>(to);
+          kernels::kHalf.encode(wire, from, source.data(), numel, codes.data(), {}, &count, kCpu);
+          kernels::cuda_on_fibres::kHalf.encode(wire, from, device_source.data(), numel, device_codes.data(), {},
+                                                &device_count, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_codes, codes, false, "a code"));
           ASSERT_EQ(device_count, count);
 
@@ -342,11 +344,11 @@ TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
           GuardedArray device_left(residual.size());
           const bool in_place = turn % 3 == 0;
           const GuardedArray& renewed = in_place ? static_cast<GuardedArray&>(device_residual) : device_left;
-          kernels::saturating_cast_with_residual(from, source.data(), {residual.data(), left.data(), residual_dtype},
-                                                 to, numel, codes.data(), &count, kCpu);
-          kernels::cuda_on_fibres::saturating_cast_with_residual(
-              from, device_source.data(), {device_residual.data(), renewed.data(), residual_dtype}, to, numel,
-              device_codes.data(), &device_count, kCudaStream);
+          kernels::kHalf.encode_with_residual(wire, from, source.data(), {residual.data(), left.data(), residual_dtype},
+                                              numel, codes.data(), {}, &count, kCpu);
+          kernels::cuda_on_fibres::kHalf.encode_with_residual(
+              wire, from, device_source.data(), {device_residual.data(), renewed.data(), residual_dtype}, numel,
+              device_codes.data(), {}, &device_count, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_codes, codes, false, "a code of a total"));
           ASSERT_NO_FATAL_FAILURE(expect_bits(residual_dtype, renewed, left, true, "a residual"));
           ASSERT_EQ(device_count, count);
@@ -356,7 +358,7 @@ TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
   }
 }
 
-TEST_F(CudaElementwise, ReduceSaturatingCastsAreTheCpus) {
+TEST_F(CudaElementwise, ReducedHalfCodesAreTheCpus) {
   size_t turn = 0;
   for (DType to : {DType::kF16, DType::kBF16}) {
     for (size_t numel : kSizes) {
@@ -374,13 +376,14 @@ TEST_F(CudaElementwise, ReduceSaturatingCastsAreTheCpus) {
         GuardedArray device_bytes(bytes.size(), skew), device_left(residual.size());
         uint64_t found = 0, device_found = 0;
         const bool has_residual = turn % 5 != 0 && numel > 0;
-        kernels::reduce_saturating_cast({codes.data(), stride, count}, factor,
-                                        has_residual ? Residual{residual.data(), left.data(), DType::kF32} : Residual{},
-                                        to, numel, bytes.data(), &found, kCpu);
-        kernels::cuda_on_fibres::reduce_saturating_cast(
-            {device_codes.data(), stride, count}, factor,
-            has_residual ? Residual{device_residual.data(), device_left.data(), DType::kF32} : Residual{}, to, numel,
-            device_bytes.data(), &device_found, kCudaStream);
+        const int wire = static_cast<int>(to);
+        kernels::kHalf.reduce_encode(wire, {codes.data(), stride, count}, factor,
+                                     has_residual ? Residual{residual.data(), left.data(), DType::kF32} : Residual{},
+                                     numel, bytes.data(), {}, &found, kCpu);
+        kernels::cuda_on_fibres::kHalf.reduce_encode(
+            wire, {device_codes.data(), stride, count}, factor,
+            has_residual ? Residual{device_residual.data(), device_left.data(), DType::kF32} : Residual{}, numel,
+            device_bytes.data(), {}, &device_found, kCudaStream);
         ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_bytes, bytes, false, "a code"));
         if (has_residual) {
           ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, left, true, "a residual"));

@@ -54,7 +54,7 @@ struct Encoded {
   std::vector<float> left;  // what the codes do not say
 };
 
-// By the definition: the total of every element, the codec's own codes, and what these lack.
+// Computes by the definition: the total of every element, the codec's own codes, and what these lack.
 Encoded encode_totals(const Codec& codec, std::vector<float> totals, Array* residual, DType residual_dtype) {
   const size_t numel = totals.size();
   for (size_t i = 0; i < numel && residual != nullptr; ++i) {

@@ -11,7 +11,7 @@
 namespace bagua {
 namespace {
 
-using kernels::kMinmaxUint8BlockNumel;
+using kernels::kBlockNumel;
 using kernels::minmax_uint8_wire_bytes;
 using testing::Array;
 using testing::fill_random;
@@ -74,8 +74,8 @@ void encode_block(const float* values, size_t numel, std::vector<uint8_t>& bytes
 
 std::vector<uint8_t> encode_oracle(const std::vector<float>& values) {
   std::vector<uint8_t> bytes;
-  for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
-    encode_block(values.data() + begin, std::min(kMinmaxUint8BlockNumel, values.size() - begin), bytes);
+  for (size_t begin = 0; begin < values.size(); begin += kBlockNumel) {
+    encode_block(values.data() + begin, std::min(kBlockNumel, values.size() - begin), bytes);
   }
   return bytes;
 }
@@ -83,11 +83,11 @@ std::vector<uint8_t> encode_oracle(const std::vector<float>& values) {
 std::vector<float> decode_oracle(const std::vector<uint8_t>& bytes, size_t numel) {
   std::vector<float> values;
   for (size_t i = 0; i < numel; ++i) {
-    const size_t block = i / kMinmaxUint8BlockNumel;
-    const uint8_t* header = bytes.data() + block * (kMinmaxUint8BlockNumel + kHeaderBytes);
+    const size_t block = i / kBlockNumel;
+    const uint8_t* header = bytes.data() + block * (kBlockNumel + kHeaderBytes);
     Bounds bounds;
     std::memcpy(&bounds, header, kHeaderBytes);
-    const uint8_t code = header[kHeaderBytes + i % kMinmaxUint8BlockNumel];
+    const uint8_t code = header[kHeaderBytes + i % kBlockNumel];
     const Grid grid = grid_of(bounds);
     const float value = (grid.base - grid.z * grid.step + static_cast<float>(code) * grid.step) / grid.s;
     values.push_back(bounds.min == bounds.max ? bounds.min
@@ -105,14 +105,14 @@ std::vector<float> check_round_trip(const std::vector<float>& values, size_t byt
   Array source(numel * 4, 4 * float_skew), wire(num_bytes, byte_skew), decoded(numel * 4, 4 * float_skew);
   if (numel > 0) std::memcpy(source.data(), values.data(), numel * 4);
   uint64_t num_nonfinite_blocks = 0;
-  kernels::minmax_uint8_encode(DType::kF32, source.data(), numel, wire.data(), &num_nonfinite_blocks, kCpu);
+  kernels::kMinmaxUint8.encode(0, DType::kF32, source.data(), numel, wire.data(), {}, &num_nonfinite_blocks, kCpu);
   EXPECT_EQ(num_nonfinite_blocks, expected_nonfinite_blocks);
   const std::vector<uint8_t> expected = encode_oracle(values);
   EXPECT_EQ(expected.size(), num_bytes);
   EXPECT_TRUE(same_bits(wire.data(), expected.data(), num_bytes));
   wire.expect_canary();
 
-  kernels::minmax_uint8_decode(DType::kF32, wire.data(), numel, decoded.data(), kCpu);
+  kernels::kMinmaxUint8.decode(0, DType::kF32, wire.data(), numel, decoded.data(), kCpu);
   decoded.expect_canary();
   const std::vector<float> expected_values = decode_oracle(expected, numel);
   std::vector<float> result(decoded.as<float>(), decoded.as<float>() + numel);
@@ -122,7 +122,7 @@ std::vector<float> check_round_trip(const std::vector<float>& values, size_t byt
   fill_random(DType::kF32, accumulator.data(), numel, 20);
   std::vector<float> expected_sum(accumulator.as<float>(), accumulator.as<float>() + numel);
   for (size_t i = 0; i < numel; ++i) expected_sum[i] += expected_values[i];
-  kernels::minmax_uint8_decode_add(wire.data(), numel, accumulator.as<float>(), kCpu);
+  kernels::kMinmaxUint8.decode_add(0, wire.data(), numel, accumulator.as<float>(), kCpu);
   EXPECT_TRUE(same_bits(accumulator.data(), expected_sum.data(), numel * 4));
   accumulator.expect_canary();
   return result;
@@ -131,8 +131,8 @@ std::vector<float> check_round_trip(const std::vector<float>& values, size_t byt
 // Per block: |x - decoded| <= (max - min) / 510, plus rounding: of the position (255 * 2^-22 of a step) and of the
 // decoded value (its last place); nothing decodes to what lies beyond min and max; zeros are exact.
 void expect_bound(const std::vector<float>& values, const std::vector<float>& decoded) {
-  for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
-    const size_t end = std::min(values.size(), begin + kMinmaxUint8BlockNumel);
+  for (size_t begin = 0; begin < values.size(); begin += kBlockNumel) {
+    const size_t end = std::min(values.size(), begin + kBlockNumel);
     const auto [low, high] = std::minmax_element(values.begin() + static_cast<ptrdiff_t>(begin),
                                                  values.begin() + static_cast<ptrdiff_t>(end));
     const double range = static_cast<double>(*high) - static_cast<double>(*low);
@@ -162,19 +162,19 @@ TEST(MinmaxUint8, EverySizeAndAlignment) {
 // The code is the nearest even integer of the real position on the grid that has 0 at an integer; f32 arithmetic may
 // decide otherwise only within its rounding error of a tie. A block that is wholly positive has its grid from min.
 TEST(MinmaxUint8, CodesEqualRealArithmetic) {
-  std::vector<float> values = random_values(DType::kF32, 100 * kMinmaxUint8BlockNumel, 22);
+  std::vector<float> values = random_values(DType::kF32, 100 * kBlockNumel, 22);
   for (size_t i = values.size() / 2; i < values.size(); ++i) values[i] = std::fabs(values[i]) + 1.0f;
   const std::vector<uint8_t> bytes = encode_oracle(values);
-  for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
+  for (size_t begin = 0; begin < values.size(); begin += kBlockNumel) {
     const float* block = values.data() + begin;
-    const size_t header_bytes = (begin / kMinmaxUint8BlockNumel + 1) * kHeaderBytes;  // up to and with this block's
+    const size_t header_bytes = (begin / kBlockNumel + 1) * kHeaderBytes;  // up to and with this block's
     const uint8_t* codes = bytes.data() + begin + header_bytes;
-    const double low = *std::min_element(block, block + kMinmaxUint8BlockNumel);
-    const double high = *std::max_element(block, block + kMinmaxUint8BlockNumel);
+    const double low = *std::min_element(block, block + kBlockNumel);
+    const double high = *std::max_element(block, block + kBlockNumel);
     const double exact_zero = -low / (high - low) * 255;
     const double moved = low <= 0 && high >= 0 ? std::nearbyint(exact_zero) - exact_zero : 0;
     ASSERT_LE(std::fabs(moved), 0.5);
-    for (size_t i = 0; i < kMinmaxUint8BlockNumel; ++i) {
+    for (size_t i = 0; i < kBlockNumel; ++i) {
       const double position = (block[i] - low) / (high - low) * 255 + moved;
       ASSERT_LE(std::fabs(std::min(255.0, position) - codes[i]), 0.5 + 1e-4);
     }
@@ -190,12 +190,12 @@ TEST(MinmaxUint8, ZerosAreExactWhereverTheyLie) {
       const double low = -sixteenth / 16.0, high = 255 + low;
       const std::vector<float> values = {0.0f, at(low), -0.0f, at(high), 0.0f, at(low / 2), at(high / 3), at(0.25)};
       std::vector<uint8_t> bytes(minmax_uint8_wire_bytes(values.size()));
-      kernels::minmax_uint8_encode(DType::kF32, values.data(), values.size(), bytes.data(), nullptr, kCpu);
+      kernels::kMinmaxUint8.encode(0, DType::kF32, values.data(), values.size(), bytes.data(), {}, nullptr, kCpu);
       ASSERT_EQ(bytes, encode_oracle(values));
       std::vector<float> decoded(values.size());
-      kernels::minmax_uint8_decode(DType::kF32, bytes.data(), values.size(), decoded.data(), kCpu);
+      kernels::kMinmaxUint8.decode(0, DType::kF32, bytes.data(), values.size(), decoded.data(), kCpu);
       expect_bound(values, decoded);
-      kernels::minmax_uint8_decode_add(bytes.data(), values.size(), decoded.data(), kCpu);
+      kernels::kMinmaxUint8.decode_add(0, bytes.data(), values.size(), decoded.data(), kCpu);
       ASSERT_TRUE(decoded[0] == 0.0f && decoded[2] == 0.0f && decoded[4] == 0.0f) << low << " * 2^" << exponent;
     }
   }
@@ -208,7 +208,7 @@ TEST(MinmaxUint8, UsesAllLevelsAtEveryMagnitude) {
     for (int i = 0; i < 256; ++i) values[static_cast<size_t>(i)] = std::ldexp(static_cast<float>(i), exponent);
     EXPECT_EQ(check_round_trip(values), values) << exponent;
     std::vector<uint8_t> bytes(minmax_uint8_wire_bytes(256));
-    kernels::minmax_uint8_encode(DType::kF32, values.data(), 256, bytes.data(), nullptr, kCpu);
+    kernels::kMinmaxUint8.encode(0, DType::kF32, values.data(), 256, bytes.data(), {}, nullptr, kCpu);
     for (size_t i = 0; i < 256; ++i) ASSERT_EQ(bytes[kHeaderBytes + i], i);
   }
 }
@@ -269,15 +269,15 @@ TEST(MinmaxUint8, NanAndInfMarkTheirBlockOnly) {
       const size_t numel = values.size();
       std::vector<uint8_t> bytes(minmax_uint8_wire_bytes(numel));
       uint64_t num_nonfinite_blocks = 0;
-      kernels::minmax_uint8_encode(DType::kF32, values.data(), numel, bytes.data(), &num_nonfinite_blocks, kCpu);
+      kernels::kMinmaxUint8.encode(0, DType::kF32, values.data(), numel, bytes.data(), {}, &num_nonfinite_blocks, kCpu);
       EXPECT_EQ(num_nonfinite_blocks, 1u);
       EXPECT_EQ(bytes, encode_oracle(values));
       std::vector<float> decoded(numel), sum(numel, 1.0f);
-      kernels::minmax_uint8_decode(DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
-      kernels::minmax_uint8_decode_add(bytes.data(), numel, sum.data(), kCpu);
+      kernels::kMinmaxUint8.decode(0, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::kMinmaxUint8.decode_add(0, bytes.data(), numel, sum.data(), kCpu);
       const std::vector<float> expected = decode_oracle(encode_oracle(clean), numel);
       for (size_t i = 0; i < numel; ++i) {
-        const bool marked = i / kMinmaxUint8BlockNumel == at / kMinmaxUint8BlockNumel;
+        const bool marked = i / kBlockNumel == at / kBlockNumel;
         ASSERT_EQ(std::isnan(decoded[i]), marked);
         ASSERT_EQ(std::isnan(sum[i]), marked);
         ASSERT_TRUE(marked || decoded[i] == expected[i]);
@@ -295,12 +295,12 @@ TEST(MinmaxUint8, HalvesAreTheirF32ValuesAndRoundOnce) {
       kernels::cast(dtype, source.data(), DType::kF32, wide.data(), numel, kCpu);
       const std::vector<uint8_t> expected = encode_oracle(wide);
       std::vector<uint8_t> bytes(expected.size());
-      kernels::minmax_uint8_encode(dtype, source.data(), numel, bytes.data(), nullptr, kCpu);
+      kernels::kMinmaxUint8.encode(0, dtype, source.data(), numel, bytes.data(), {}, nullptr, kCpu);
       EXPECT_EQ(bytes, expected);
       const std::vector<float> values = decode_oracle(expected, numel);
       std::vector<uint16_t> expected_halves(numel);
       for (size_t i = 0; i < numel; ++i) store_real(dtype, expected_halves.data(), i, values[i]);
-      kernels::minmax_uint8_decode(dtype, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::kMinmaxUint8.decode(0, dtype, bytes.data(), numel, decoded.data(), kCpu);
       EXPECT_TRUE(same_bits(decoded.data(), expected_halves.data(), numel * 2));
       decoded.expect_canary();
     }

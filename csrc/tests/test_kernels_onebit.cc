@@ -10,7 +10,7 @@
 namespace bagua {
 namespace {
 
-using kernels::kOnebitBlockNumel;
+using kernels::kBlockNumel;
 using kernels::onebit_wire_bytes;
 using testing::Array;
 using testing::expect_floats;
@@ -32,8 +32,8 @@ struct Oracle {
 
 Oracle oracle(const std::vector<float>& values) {
   Oracle result;
-  for (size_t begin = 0; begin < values.size(); begin += kOnebitBlockNumel) {
-    const size_t count = std::min(kOnebitBlockNumel, values.size() - begin);
+  for (size_t begin = 0; begin < values.size(); begin += kBlockNumel) {
+    const size_t count = std::min(kBlockNumel, values.size() - begin);
     const float* x = values.data() + begin;
     double lanes[64] = {};
     bool finite = true;
@@ -70,15 +70,15 @@ void expect_oracle(DType dtype, const std::vector<float>& values, size_t skew) {
   Array decoded(numel * item_bytes(dtype), float_skew), sums(numel * 4, 4);
   for (size_t i = 0; i < numel; ++i) store_real(dtype, source.data(), i, values[i]);
   uint64_t num_nonfinite_blocks = 5;
-  kernels::onebit_encode(dtype, source.data(), numel, bytes.data(), &num_nonfinite_blocks, kCpu);
+  kernels::kOnebit.encode(0, dtype, source.data(), numel, bytes.data(), {}, &num_nonfinite_blocks, kCpu);
   EXPECT_EQ(num_nonfinite_blocks, 5 + expected.num_nonfinite_blocks);
   ASSERT_TRUE(same_bits(bytes.data(), expected.bytes.data(), expected.bytes.size()));
-  kernels::onebit_decode(dtype, bytes.data(), numel, decoded.data(), kCpu);
+  kernels::kOnebit.decode(0, dtype, bytes.data(), numel, decoded.data(), kCpu);
   expect_floats(dtype, decoded, expected.decoded);
   fill_random(DType::kF32, sums.data(), numel, 40);
   std::vector<float> totals = expected.decoded;
   for (size_t i = 0; i < numel; ++i) totals[i] += sums.as<float>()[i];
-  kernels::onebit_decode_add(bytes.data(), numel, sums.as<float>(), kCpu);
+  kernels::kOnebit.decode_add(0, bytes.data(), numel, sums.as<float>(), kCpu);
   expect_floats(DType::kF32, sums, totals);
   bytes.expect_canary();
   decoded.expect_canary();
@@ -106,7 +106,7 @@ TEST(Onebit, RandomBitPatterns) {
 TEST(Onebit, BlocksThatBreakOthers) {
   const float nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();
-  for (size_t numel : {size_t{1}, size_t{5}, kOnebitBlockNumel, kOnebitBlockNumel + 1}) {
+  for (size_t numel : {size_t{1}, size_t{5}, kBlockNumel, kBlockNumel + 1}) {
     for (float value : {0.0f, -0.0f, 1.0f, -1.0f / 3, huge, -huge, tiny, -tiny, nan, -nan, HUGE_VALF, -HUGE_VALF}) {
       std::vector<float> values(numel, value);
       expect_oracle(DType::kF32, values, 1);
@@ -119,7 +119,7 @@ TEST(Onebit, BlocksThatBreakOthers) {
   for (DType dtype : {DType::kF16, DType::kBF16}) {
     const float largest = static_cast<float>(testing::half_format(dtype).largest);
     for (float value : {-0.0f, largest, -largest, nan, -HUGE_VALF}) {
-      std::vector<float> values(kOnebitBlockNumel + 9, value);
+      std::vector<float> values(kBlockNumel + 9, value);
       expect_oracle(dtype, values, 1);
       values[1000] = 1;
       expect_oracle(dtype, values, 1);
@@ -134,8 +134,8 @@ TEST(Onebit, BlocksOfOneValueAreExact) {
       const std::vector<float> values(numel, value);
       std::vector<uint8_t> bytes(onebit_wire_bytes(numel));
       std::vector<float> decoded(numel);
-      kernels::onebit_encode(DType::kF32, values.data(), numel, bytes.data(), nullptr, kCpu);
-      kernels::onebit_decode(DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::kOnebit.encode(0, DType::kF32, values.data(), numel, bytes.data(), {}, nullptr, kCpu);
+      kernels::kOnebit.decode(0, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
       EXPECT_TRUE(same_bits(decoded.data(), values.data(), 4 * numel)) << value;
     }
   }
@@ -148,8 +148,8 @@ TEST(Onebit, LosesWhatTheContractionSays) {
       const std::vector<float> values = random_values(DType::kF32, numel, seed);
       std::vector<uint8_t> bytes(onebit_wire_bytes(numel));
       std::vector<float> decoded(numel);
-      kernels::onebit_encode(DType::kF32, values.data(), numel, bytes.data(), nullptr, kCpu);
-      kernels::onebit_decode(DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::kOnebit.encode(0, DType::kF32, values.data(), numel, bytes.data(), {}, nullptr, kCpu);
+      kernels::kOnebit.decode(0, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
       double lost = 0, squares = 0, magnitudes = 0;
       for (size_t i = 0; i < numel; ++i) {
         const double x = values[i], error = x - static_cast<double>(decoded[i]);
@@ -170,13 +170,13 @@ TEST(Onebit, DamagedScales) {
   float decoded[2];
   for (uint8_t upper : {0x3f, 0xbf}) {
     bytes[3] = upper;
-    kernels::onebit_decode(DType::kF32, bytes, 2, decoded, kCpu);
+    kernels::kOnebit.decode(0, DType::kF32, bytes, 2, decoded, kCpu);
     EXPECT_EQ(decoded[0], 1);
     EXPECT_EQ(decoded[1], -1);
   }
   for (uint8_t upper : {0x7f, 0xff}) {
     bytes[3] = upper;
-    kernels::onebit_decode(DType::kF32, bytes, 2, decoded, kCpu);
+    kernels::kOnebit.decode(0, DType::kF32, bytes, 2, decoded, kCpu);
     EXPECT_TRUE(std::isnan(decoded[0]) && std::isnan(decoded[1]));
   }
 }

@@ -1,4 +1,4 @@
-// What the kernel and codec tests share: element types in plain double arithmetic, written from the
+// The part that the kernel and codec tests share: element types in plain double arithmetic, written from the
 // definitions of the formats and not from the kernels; arrays that are misaligned on purpose and notice a
 // write past their end; the sizes and the random values.
 #pragma once
@@ -156,7 +156,7 @@ inline void fill_random(DType dtype, void* data, size_t numel, uint64_t seed) {
   }
 }
 
-// What fill_random writes, as the f32 values that the type holds.
+// The values that fill_random writes, as the f32 that the type holds.
 inline std::vector<float> random_values(DType dtype, size_t numel, uint64_t seed) {
   std::vector<uint8_t> data(numel * item_bytes(dtype));
   fill_random(dtype, data.data(), numel, seed);

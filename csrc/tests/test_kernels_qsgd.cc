@@ -11,7 +11,7 @@
 namespace bagua {
 namespace {
 
-using kernels::kQsgdBlockNumel;
+using kernels::kBlockNumel;
 using kernels::qsgd_wire_bytes;
 using testing::Array;
 using testing::expect_floats;
@@ -31,7 +31,7 @@ constexpr int kBits[] = {8, 4, 2};
 double levels(int bits) { return bits == 8 ? 127 : bits == 4 ? 7 : 1; }
 float scale_of(float norm) { return norm < 0x1p-100f ? 0x1p100f : 1.0f; }
 
-// What element i of a block of n (rounded up) elements rng, 0 to 2^15 - 1.
+// The number drawn for element i of a block of n (rounded up) elements, 0 to 2^15 - 1.
 uint32_t draw(uint64_t block_key, size_t i, size_t n) {
   const bool is_upper = i >= n / 2;
   uint32_t x = static_cast<uint32_t>(is_upper ? i - n / 2 : i) * 0x9e3779b1u + static_cast<uint32_t>(block_key);
@@ -52,10 +52,10 @@ struct QsgdOracle {
 
 QsgdOracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t first) {
   QsgdOracle result;
-  for (size_t begin = 0; begin < values.size(); begin += kQsgdBlockNumel) {
-    const size_t count = std::min(kQsgdBlockNumel, values.size() - begin);
+  for (size_t begin = 0; begin < values.size(); begin += kBlockNumel) {
+    const size_t count = std::min(kBlockNumel, values.size() - begin);
     const size_t unit = bits == 2 ? 4 : 2, n = (count + unit - 1) / unit * unit;
-    const uint64_t block_key = derive_key(key, (first + begin) / kQsgdBlockNumel);
+    const uint64_t block_key = derive_key(key, (first + begin) / kBlockNumel);
     float norm = 0;
     bool finite = true, only_negative_zeros = true;
     for (size_t i = 0; i < count; ++i) {
@@ -127,9 +127,10 @@ void expect_oracle(const Case& one, const std::vector<float>& values) {
   uint64_t num_nonfinite_blocks = 5;
   {
     const auto mode = one.flushes ? std::make_unique<FlushToZero>() : nullptr;
-    kernels::qsgd_encode(one.bits, one.dtype, source.data(), numel, bytes.data(), one.rng, &num_nonfinite_blocks, kCpu);
-    kernels::qsgd_decode(one.bits, one.dtype, bytes.data(), numel, decoded.data(), kCpu);
-    kernels::qsgd_decode_add(one.bits, bytes.data(), numel, sums.as<float>(), kCpu);
+    kernels::kQsgd.encode(one.bits, one.dtype, source.data(), numel, bytes.data(), one.rng, &num_nonfinite_blocks,
+                          kCpu);
+    kernels::kQsgd.decode(one.bits, one.dtype, bytes.data(), numel, decoded.data(), kCpu);
+    kernels::kQsgd.decode_add(one.bits, bytes.data(), numel, sums.as<float>(), kCpu);
   }
   EXPECT_EQ(num_nonfinite_blocks, 5 + expected.num_nonfinite_blocks);
   ASSERT_TRUE(same_bits(bytes.data(), expected.bytes.data(), expected.bytes.size()));
@@ -147,8 +148,7 @@ TEST(Qsgd, IsTheFormula) {
         for (size_t numel : kSmallSizes) {
           expect_oracle({bits, dtype, skew, {numel, 0}}, random_values(dtype, numel, numel));
         }
-        expect_oracle({bits, dtype, skew, {99, 7 * kQsgdBlockNumel}},
-                      random_values(dtype, 3 * kQsgdBlockNumel + 77, 41));
+        expect_oracle({bits, dtype, skew, {99, 7 * kBlockNumel}}, random_values(dtype, 3 * kBlockNumel + 77, 41));
       }
       expect_oracle({bits, dtype, 1, {42, 0}}, random_values(dtype, kLargeSize, 42));
     }
@@ -159,7 +159,7 @@ TEST(Qsgd, IsTheFormula) {
 TEST(Qsgd, EveryMagnitude) {
   for (int bits : kBits) {
     for (int exponent = -149; exponent < 120; ++exponent) {
-      const std::vector<float> values = random_values(DType::kF32, kQsgdBlockNumel + 77, 5);
+      const std::vector<float> values = random_values(DType::kF32, kBlockNumel + 77, 5);
       expect_oracle({bits, DType::kF32, 0, {99, 0}}, scaled(values, std::ldexp(1.0f, exponent)));
     }
   }
@@ -183,7 +183,7 @@ TEST(Qsgd, NoCodeExceedsTheLevels) {
       float norm;
       do norm = std::fabs(std::bit_cast<float>(static_cast<uint32_t>(random())));
       while (!std::isfinite(norm));
-      std::vector<float> values(kQsgdBlockNumel, std::nextafter(norm, 0.0f));
+      std::vector<float> values(kBlockNumel, std::nextafter(norm, 0.0f));
       for (size_t i = 0; i < values.size(); i += 2) values[i] = -values[i];
       values[round] = norm;
       expect_oracle({bits, DType::kF32, 0, {round, 0}}, values);
@@ -215,7 +215,7 @@ TEST(Qsgd, BlocksThatBreakOthers) {
   const float nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();
   for (int bits : kBits) {
-    for (size_t numel : {size_t{1}, size_t{5}, kQsgdBlockNumel, kQsgdBlockNumel + 1}) {
+    for (size_t numel : {size_t{1}, size_t{5}, kBlockNumel, kBlockNumel + 1}) {
       for (float value : {0.0f, -0.0f, 1.0f, -1.0f / 3, huge, -huge, tiny, -tiny, nan, HUGE_VALF, -HUGE_VALF}) {
         std::vector<float> values(numel, value);
         expect_oracle({bits, DType::kF32, 1, {3, 0}}, values);
@@ -230,7 +230,7 @@ TEST(Qsgd, BlocksThatBreakOthers) {
     for (DType dtype : {DType::kF16, DType::kBF16}) {
       const float largest = static_cast<float>(testing::half_format(dtype).largest);
       for (float value : {-0.0f, largest, -largest, nan, -HUGE_VALF}) {
-        std::vector<float> values(kQsgdBlockNumel + 9, value);
+        std::vector<float> values(kBlockNumel + 9, value);
         expect_oracle({bits, dtype, 1, {3, 0}}, values);
         values[1000] = 1;
         expect_oracle({bits, dtype, 1, {3, 0}}, values);
@@ -244,7 +244,7 @@ TEST(Qsgd, FlushToZeroChangesNothing) {
   if (!FlushToZero::kIsPossible) GTEST_SKIP() << "this processor has no such mode that the test knows";
   for (int bits : kBits) {
     for (DType dtype : kEncodable) {
-      for (size_t numel : {size_t{1}, size_t{33}, 2 * kQsgdBlockNumel + 77}) {
+      for (size_t numel : {size_t{1}, size_t{33}, 2 * kBlockNumel + 77}) {
         for (float factor : {1.0f, 1e-27f, 1e-30f, 1e-36f, 1e-38f, 1e-40f, 1e-43f, 1e-45f}) {
           std::vector<float> values = scaled(random_values(DType::kF32, numel, 44), factor);
           for (float& value : values) {
@@ -263,7 +263,7 @@ TEST(Qsgd, FlushToZeroChangesNothing) {
 // The mean of N encodings comes closer to the values as 1 / sqrt(N): each is off by at most half a step (a coin between
 // two neighbours), so the mean by 5 of its deviations in one of 2 million cases.
 TEST(Qsgd, HasNoBias) {
-  constexpr size_t kNumel = 2 * kQsgdBlockNumel + 100;
+  constexpr size_t kNumel = 2 * kBlockNumel + 100;
   const std::vector<float> values = random_values(DType::kF32, kNumel, 11);
   for (int bits : kBits) {
     std::vector<double> sums(kNumel);
@@ -272,13 +272,13 @@ TEST(Qsgd, HasNoBias) {
     std::vector<float> decoded(kNumel);
     constexpr int kTimes = 4096;
     for (uint64_t key = 0; key < kTimes; ++key) {
-      kernels::qsgd_encode(bits, DType::kF32, values.data(), kNumel, bytes.data(), {key, 0}, nullptr, kCpu);
-      kernels::qsgd_decode(bits, DType::kF32, bytes.data(), kNumel, decoded.data(), kCpu);
+      kernels::kQsgd.encode(bits, DType::kF32, values.data(), kNumel, bytes.data(), {key, 0}, nullptr, kCpu);
+      kernels::kQsgd.decode(bits, DType::kF32, bytes.data(), kNumel, decoded.data(), kCpu);
       for (size_t i = 0; i < kNumel; ++i) sums[i] += decoded[i];
     }
-    for (size_t begin = 0; begin < kNumel; begin += kQsgdBlockNumel) {
+    for (size_t begin = 0; begin < kNumel; begin += kBlockNumel) {
       float norm = 0;
-      const size_t end = std::min(begin + kQsgdBlockNumel, kNumel);
+      const size_t end = std::min(begin + kBlockNumel, kNumel);
       for (size_t i = begin; i < end; ++i) norm = std::max(norm, std::fabs(values[i]));
       const double step = norm / levels(bits);
       for (size_t i = begin; i < end; ++i) {
@@ -293,17 +293,17 @@ TEST(Qsgd, HasNoBias) {
 
 // Neighbours, halves of a hash and blocks draw independently: the errors of pairs do not go together.
 TEST(Qsgd, DrawsAreIndependent) {
-  constexpr size_t kNumel = 512 * kQsgdBlockNumel;
+  constexpr size_t kNumel = 512 * kBlockNumel;
   std::vector<float> values(kNumel, 0.5f), decoded(kNumel);
-  for (size_t i = 0; i < kNumel; i += kQsgdBlockNumel) values[i] = 1;  // the norm; the others are half a step of 2 bits
+  for (size_t i = 0; i < kNumel; i += kBlockNumel) values[i] = 1;  // the norm; the others are half a step of 2 bits
   std::vector<uint8_t> bytes(qsgd_wire_bytes(kNumel, 2));
   for (uint64_t key : {uint64_t{0}, uint64_t{1}, ~uint64_t{0}}) {
-    kernels::qsgd_encode(2, DType::kF32, values.data(), kNumel, bytes.data(), {key, 0}, nullptr, kCpu);
-    kernels::qsgd_decode(2, DType::kF32, bytes.data(), kNumel, decoded.data(), kCpu);
-    for (size_t distance : {size_t{1}, size_t{2}, size_t{512}, size_t{1024}, kQsgdBlockNumel, 3 * kQsgdBlockNumel}) {
+    kernels::kQsgd.encode(2, DType::kF32, values.data(), kNumel, bytes.data(), {key, 0}, nullptr, kCpu);
+    kernels::kQsgd.decode(2, DType::kF32, bytes.data(), kNumel, decoded.data(), kCpu);
+    for (size_t distance : {size_t{1}, size_t{2}, size_t{512}, size_t{1024}, kBlockNumel, 3 * kBlockNumel}) {
       double sum = 0, count = 0;
       for (size_t i = 0; i + distance < kNumel; ++i) {
-        if (i % kQsgdBlockNumel == 0 || (i + distance) % kQsgdBlockNumel == 0) continue;
+        if (i % kBlockNumel == 0 || (i + distance) % kBlockNumel == 0) continue;
         sum += (decoded[i] > 0.25 ? 1 : -1) * (decoded[i + distance] > 0.25 ? 1 : -1);
         ++count;
       }
@@ -315,11 +315,11 @@ TEST(Qsgd, DrawsAreIndependent) {
 TEST(Qsgd, RejectsOtherBits) {
   float x = 1;
   uint8_t bytes[64];
-  testing::expect_invalid_argument([&] { kernels::qsgd_encode(3, DType::kF32, &x, 1, bytes, {}, nullptr, kCpu); },
+  testing::expect_invalid_argument([&] { kernels::kQsgd.encode(3, DType::kF32, &x, 1, bytes, {}, nullptr, kCpu); },
                                    "bits is 3, expected 8, 4 or 2");
   testing::expect_invalid_argument(
       [&] {
-        kernels::qsgd_encode(8, DType::kF32, &x, 1, bytes, {0, 5}, nullptr, kCpu);
+        kernels::kQsgd.encode(8, DType::kF32, &x, 1, bytes, {0, 5}, nullptr, kCpu);
       },
       "begins at element 5");
 }

@@ -44,7 +44,7 @@ TEST(Subtract, EqualsTheDefinition) {
   check(random_finite_bits(DType::kF32, 3000, 5), random_finite_bits(DType::kF32, 3000, 6), 0, 1);
 }
 
-// What was sent exactly leaves +0; NaN and infinity propagate.
+// A value that was sent exactly leaves +0; NaN and infinity propagate.
 TEST(Subtract, SpecialNumbers) {
   const float inf = HUGE_VALF, nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();

@@ -12,7 +12,7 @@
 namespace bagua {
 namespace {
 
-using kernels::kTopkBlockNumel;
+using kernels::kBlockNumel;
 using kernels::topk_wire_bytes;
 using testing::Array;
 using testing::expect_floats;
@@ -37,8 +37,8 @@ struct TopkOracle {
 
 TopkOracle oracle(int k, const std::vector<float>& values) {
   TopkOracle result;
-  for (size_t begin = 0; begin < values.size(); begin += kTopkBlockNumel) {
-    const size_t count = std::min(kTopkBlockNumel, values.size() - begin), kept = std::min<size_t>(k, count);
+  for (size_t begin = 0; begin < values.size(); begin += kBlockNumel) {
+    const size_t count = std::min(kBlockNumel, values.size() - begin), kept = std::min<size_t>(k, count);
     const float* x = values.data() + begin;
     const bool finite = std::all_of(x, x + count, [](float value) { return std::isfinite(value); });
     std::vector<size_t> order(count);
@@ -76,15 +76,15 @@ void expect_oracle(int k, DType dtype, const std::vector<float>& values, size_t 
   for (size_t i = 0; i < numel; ++i) store_real(dtype, source.data(), i, values[i]);
   fill_random(dtype, decoded.data(), numel, 49);  // what is 0 has to be written
   uint64_t num_nonfinite_blocks = 5;
-  kernels::topk_encode(k, dtype, source.data(), numel, bytes.data(), &num_nonfinite_blocks, kCpu);
+  kernels::kTopk.encode(k, dtype, source.data(), numel, bytes.data(), {}, &num_nonfinite_blocks, kCpu);
   EXPECT_EQ(num_nonfinite_blocks, 5 + expected.num_nonfinite_blocks);
   ASSERT_TRUE(same_bits(bytes.data(), expected.bytes.data(), expected.bytes.size()));
-  kernels::topk_decode(k, dtype, bytes.data(), numel, decoded.data(), kCpu);
+  kernels::kTopk.decode(k, dtype, bytes.data(), numel, decoded.data(), kCpu);
   expect_floats(dtype, decoded, expected.decoded);
   fill_random(DType::kF32, sums.data(), numel, 50);
   std::vector<float> totals = expected.decoded;
   for (size_t i = 0; i < numel; ++i) totals[i] += sums.as<float>()[i];
-  kernels::topk_decode_add(k, bytes.data(), numel, sums.as<float>(), kCpu);
+  kernels::kTopk.decode_add(k, bytes.data(), numel, sums.as<float>(), kCpu);
   expect_floats(DType::kF32, sums, totals);
   bytes.expect_canary();
   decoded.expect_canary();
@@ -117,7 +117,7 @@ TEST(Topk, OfEqualMagnitudesTheFirst) {
   for (int k : kKs) {
     for (DType dtype : kEncodable) {
       for (uint64_t num_levels : {1, 2, 3, 10, 100}) {
-        std::vector<float> values(2 * kTopkBlockNumel + 300);
+        std::vector<float> values(2 * kBlockNumel + 300);
         for (float& value : values) {
           const float magnitude = static_cast<float>(random() % num_levels + 1) / 4;
           value = random() % 2 == 0 ? magnitude : -magnitude;
@@ -133,7 +133,7 @@ TEST(Topk, MagnitudesThatDifferInTheirLastBits) {
   std::mt19937_64 random(54);
   for (int k : kKs) {
     for (uint32_t num_lower : {2u, 100u, 0x10000u, 0x10100u, 0x30000u}) {
-      std::vector<float> values(kTopkBlockNumel + 500);
+      std::vector<float> values(kBlockNumel + 500);
       for (float& value : values) {
         const uint32_t sign = random() % 2 == 0 ? 0x80000000u : 0;
         value = std::bit_cast<float>(sign | (0x3f7fff00u + static_cast<uint32_t>(random() % num_lower)));
@@ -149,7 +149,7 @@ TEST(Topk, FewerNumbersThanK) {
   for (int k : kKs) {
     for (float zero : {0.0f, -0.0f}) {
       for (size_t stride : {11, 200, 3000}) {
-        std::vector<float> values(kTopkBlockNumel + 1000, zero);
+        std::vector<float> values(kBlockNumel + 1000, zero);
         for (size_t i = 7; i < values.size(); i += stride) values[i] = -1 / static_cast<float>(i);
         expect_oracle(k, DType::kF32, values, 0);
         for (size_t i = 5; i < values.size(); i += stride) values[i] = std::bit_cast<float>(static_cast<uint32_t>(i));
@@ -163,7 +163,7 @@ TEST(Topk, BlocksThatBreakOthers) {
   const float nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();
   for (int k : {8, 256}) {
-    for (size_t numel : {size_t{1}, size_t{5}, size_t{256}, kTopkBlockNumel, kTopkBlockNumel + 1}) {
+    for (size_t numel : {size_t{1}, size_t{5}, size_t{256}, kBlockNumel, kBlockNumel + 1}) {
       for (float value : {0.0f, -0.0f, 1.0f, huge, -huge, tiny, -tiny, nan, -nan, HUGE_VALF, -HUGE_VALF}) {
         std::vector<float> values(numel, value);
         expect_oracle(k, DType::kF32, values, 1);
@@ -176,7 +176,7 @@ TEST(Topk, BlocksThatBreakOthers) {
     for (DType dtype : {DType::kF16, DType::kBF16}) {
       const float largest = static_cast<float>(testing::half_format(dtype).largest);
       for (float value : {-0.0f, largest, -largest, nan, -HUGE_VALF}) {
-        std::vector<float> values(kTopkBlockNumel + 9, value);
+        std::vector<float> values(kBlockNumel + 9, value);
         values[1000] = 1;
         expect_oracle(k, dtype, values, 1);
       }
@@ -192,8 +192,8 @@ TEST(Topk, IsAContraction) {
         std::vector<float> values = random_values(DType::kF32, numel, seed), decoded(numel);
         if (seed == 10) std::fill(values.begin(), values.end(), -0.7f);
         std::vector<uint8_t> bytes(topk_wire_bytes(numel, k));
-        kernels::topk_encode(k, DType::kF32, values.data(), numel, bytes.data(), nullptr, kCpu);
-        kernels::topk_decode(k, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+        kernels::kTopk.encode(k, DType::kF32, values.data(), numel, bytes.data(), {}, nullptr, kCpu);
+        kernels::kTopk.decode(k, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
         double lost = 0, squares = 0;
         for (size_t i = 0; i < numel; ++i) {
           const double x = values[i], error = x - static_cast<double>(decoded[i]);
@@ -212,7 +212,7 @@ TEST(Topk, IsAContraction) {
 
 // Indices past the end of their block are dropped; a first value of Inf marks the block.
 TEST(Topk, DamagedMessages) {
-  for (size_t numel : {size_t{100}, kTopkBlockNumel}) {
+  for (size_t numel : {size_t{100}, kBlockNumel}) {
     for (DType dtype : kEncodable) {
       Array bytes(topk_wire_bytes(numel, 8), 1), decoded(numel * item_bytes(dtype), 4), sums(numel * 4, 4);
       const uint16_t indices[8] = {
@@ -221,15 +221,15 @@ TEST(Topk, DamagedMessages) {
       std::memcpy(bytes.data() + 32, indices, 16);
       std::vector<float> expected(numel);
       expected[0] = expected[1] = expected[numel - 1] = 3;
-      kernels::topk_decode(8, dtype, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::kTopk.decode(8, dtype, bytes.data(), numel, decoded.data(), kCpu);
       expect_floats(dtype, decoded, expected);
-      kernels::topk_decode_add(8, bytes.data(), numel, sums.as<float>(), kCpu);
+      kernels::kTopk.decode_add(8, bytes.data(), numel, sums.as<float>(), kCpu);
       expect_floats(DType::kF32, sums, expected);
       store_real(DType::kF32, bytes.data(), 0, -HUGE_VAL);
       std::fill(expected.begin(), expected.end(), std::nanf(""));
-      kernels::topk_decode(8, dtype, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::kTopk.decode(8, dtype, bytes.data(), numel, decoded.data(), kCpu);
       expect_floats(dtype, decoded, expected);
-      kernels::topk_decode_add(8, bytes.data(), numel, sums.as<float>(), kCpu);
+      kernels::kTopk.decode_add(8, bytes.data(), numel, sums.as<float>(), kCpu);
       expect_floats(DType::kF32, sums, expected);
       decoded.expect_canary();
       sums.expect_canary();
@@ -242,9 +242,9 @@ TEST(Topk, RejectsOtherK) {
   uint8_t bytes[6] = {};
   for (int k : {0, 1, 4, 24, 512, -32}) {
     const std::string message = "k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256";
-    expect_invalid_argument([&] { kernels::topk_encode(k, DType::kF32, &x, 1, bytes, nullptr, kCpu); }, message);
-    expect_invalid_argument([&] { kernels::topk_decode(k, DType::kF32, bytes, 1, &x, kCpu); }, message);
-    expect_invalid_argument([&] { kernels::topk_decode_add(k, bytes, 1, &x, kCpu); }, message);
+    expect_invalid_argument([&] { kernels::kTopk.encode(k, DType::kF32, &x, 1, bytes, {}, nullptr, kCpu); }, message);
+    expect_invalid_argument([&] { kernels::kTopk.decode(k, DType::kF32, bytes, 1, &x, kCpu); }, message);
+    expect_invalid_argument([&] { kernels::kTopk.decode_add(k, bytes, 1, &x, kCpu); }, message);
   }
 }
 

@@ -519,7 +519,7 @@ TEST(DeviceDecision, NeedsEqualVersionsAndEqualWishes) {
   });
   EXPECT_CONTAINS(std::string(error->what()), "rank 2 asks for NCCL and rank 1 for staging");
   EXPECT_EQ(error_of([] { device_choice_from("mpi"); })->kind(), ErrorKind::kInvalidArgument);
-  // What a peer sends need not end.
+  // A text that a peer sends need not end.
   DeviceNote endless = note(kAuto, 0, "");
   std::memset(endless.why_not, 'x', sizeof endless.why_not);
   EXPECT_CONTAINS(decide_device_path({endless, endless}, source).why, "rank 0 has no usable NCCL: xxx");
@@ -684,7 +684,7 @@ TEST_F(OverNccl, WhatIsEnqueuedIsAbortedSoonAfterAnotherRankHasFailed) {
   const Works works = all_reduce_all(trainers, 30s);
   for (const auto& work : works) ASSERT_TRUE(work->wait_enqueued_for(10s));
   const auto begin = Clock::now();
-  engines[1]->communicator().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
+  engines[1]->communicator().liveness().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
   const Error mine = failure_of(works[0]);
   EXPECT_LT(Clock::now() - begin, 300ms + 1s);
   EXPECT_EQ(mine.kind(), ErrorKind::kRemote);
@@ -703,7 +703,7 @@ TEST_F(OverNccl, WhatAllHadEnqueuedEndsWellThoughTheGroupFails) {
   }
   const Works works = all_reduce_all(trainers);
   for (const auto& work : works) ASSERT_TRUE(work->wait_enqueued_for(10s));
-  engines[1]->communicator().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
+  engines[1]->communicator().liveness().poison(Error(ErrorKind::kInternal, "the disk is full", 1));
   expect_success(works);
 }
 
@@ -757,7 +757,7 @@ TEST_F(OverNccl, ADeviceThatFailsBetweenBatchesLeavesNoPeerBehind) {
   for (auto& trainer : trainers) emulated().synchronize(trainer->user.stream());
 }
 
-// What it had enqueued before is done; what it has enqueued itself waits for a peer that does not come.
+// The work that was enqueued before is done; its own waits for a peer that does not come.
 TEST_F(OverNccl, AnOperationThatFailsBehindAnotherOneLeavesNothingThatWaits) {
   auto engines = make_nccl_engines(2);
   auto trainers = make_trainers(engines);

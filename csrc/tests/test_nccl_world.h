@@ -13,7 +13,7 @@ namespace bagua::testing {
 
 inline Device own_device(int rank) { return {DeviceKind::kEmulated, rank}; }
 
-// What the library is told, and what it has seen.
+// The interface to the library: what it is told, and what it has seen.
 class FakeNccl {
  public:
   static FakeNccl& instance() {
@@ -74,7 +74,7 @@ class FakeNccl {
 
 struct NcclWorld {
   Kind kind = kTcp;
-  // By rank; the last one is the others' too.
+  // Settings by rank; the last one is the others' too.
   std::vector<std::string> libraries = {BAGUA_FAKE_NCCL};
   std::vector<DeviceChoice> asked = {DeviceChoice::kNative};
   std::string key = "";  // of the group

@@ -13,7 +13,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, Messages,
                          ::testing::Values(kShm, kShmSmallRing, kTcp, kTcpOneStream, kTcpFiveStreams, kTorch, kLocal),
                          kind_name);
 
-// What one rank sends: both ends can compute it.
+// The bytes that one rank sends: both ends can compute them.
 struct Plan {
   std::vector<size_t> sizes;
 
@@ -185,7 +185,7 @@ void expect_mismatch(const Kind& kind, const Operation& sent, size_t sent_bytes,
                                        try {
                                          communicators[1]->recv(0, in.data(), in.size());
                                        } catch (const Error& error) {
-                                         communicators[1]->poison(error);  // as the engine does
+                                         communicators[1]->liveness().poison(error);  // as the engine does
                                          throw;
                                        }
                                      }});

@@ -156,7 +156,8 @@ inline Communicators make_communicators(int size, const Kind& kind, std::chrono:
   Communicators communicators;
   for (int rank = 0; rank < size; ++rank) {
     communicators.push_back(std::make_unique<Communicator>(rank, size, "test", spin));
-    if (!key.empty()) communicators.back()->join_process(nullptr, {}, key);  // before there are links, which read it
+    if (!key.empty())
+      communicators.back()->liveness().join_process(nullptr, {}, key);  // before there are links, which read it
   }
   for (size_t a = 0; a < communicators.size(); ++a) {
     for (size_t b = a + 1; b < communicators.size(); ++b) connect_pair(*communicators[a], *communicators[b], kind);

@@ -1,5 +1,5 @@
-// What a TcpStream asks of the kernel for bulk messages, read back from the sockets: without it hosts that are busy
-// both ways wait for one another in steps of 40 ms, which the loopback interface does not show.
+// Tests of what a TcpStream asks of the kernel for bulk messages, read back from the sockets: without it hosts that are
+// busy both ways wait for one another in steps of 40 ms, which the loopback interface does not show.
 #include <linux/tcp.h>
 
 #include "csrc/tests/test_transport_pairs.h"

@@ -1,5 +1,5 @@
 // TorchLink by itself: how messages are cut into frames, when requests are done, and that ends and failures let
-// everybody go. What a channel promises is tested over every transport, this one too, in test_transport_messages.cc.
+// every rank go. What a channel promises is tested over every transport, this one too, in test_transport_messages.cc.
 #include "csrc/tests/test_transport_forwarder.h"
 #include "csrc/tests/test_transport_pairs.h"
 

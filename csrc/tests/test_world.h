@@ -42,7 +42,7 @@ inline std::vector<std::unique_ptr<Communicator>> make_local_world(int size, std
   return world;
 }
 
-// Who spins for long keeps the core from others, as the ranks are more than the cores.
+// A rank that spins for long keeps the core from others, as the ranks are more than the cores.
 inline std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size) {
   return make_local_world(size, 10us);
 }
@@ -150,7 +150,7 @@ class World {
     }
     if (!options_.spread_failure) return;
     for (auto& communicator : communicators_)
-      communicator->poison(Error(ErrorKind::kAborted, "rank " + std::to_string(r) + " failed"));
+      communicator->liveness().poison(Error(ErrorKind::kAborted, "rank " + std::to_string(r) + " failed"));
   }
 
   const WorldOptions options_;

@@ -53,14 +53,14 @@ class DeviceTransport {
   // Whether enqueue() takes a collective with this operator; of those that move bytes only, any operator.
   virtual bool has(OperationKind kind, DType dtype, ReduceOp op) const = 0;
 
-  // Messages that move together, so that ranks which send and receive in one batch wait for nobody. Between two ranks
+  // Messages that move together, so that ranks which send and receive in one batch wait for no rank. Between two ranks
   // they are matched in their order.
   virtual void enqueue(const std::vector<DeviceMessage>& batch, Stream stream, const Pause& pause) = 0;
   virtual void enqueue(const NativeCollective& collective, Stream stream, const Pause& pause) = 0;
 
   // Throws what has gone wrong since, on this rank or another.
   virtual void check() = 0;
-  // What is enqueued ends, its memory undefined; nothing may be enqueued from here on. Does not wait for other ranks.
+  // Ends what is enqueued, its memory undefined; nothing may be enqueued from here on. Does not wait for other ranks.
   virtual void abort() noexcept = 0;
   // The end where nothing went wrong and all that was enqueued is done; aborts what does not end in time.
   virtual void close(Deadline deadline) noexcept = 0;
@@ -79,8 +79,8 @@ class DeviceTransportSource {
   // Equal on ranks that can be connected. 0: this rank can't, and `why_not` is set.
   virtual uint32_t version(Device device, std::string* why_not) = 0;
   virtual std::string version_name(uint32_t version) const = 0;
-  // Where it takes a rank to be, by the settings of this process: ranks of one host need a device each, unless all of
-  // them may share one.
+  // The place of a rank in its view, by the settings of this process: ranks of one host need a device each, unless all
+  // of them may share one.
   struct Place {
     uint64_t host = 0;
     bool may_share = false;

@@ -43,7 +43,8 @@ void check_header(const MessageHeader& received, const MessageHeader& expected, 
 class PeerMemory {
  public:
   virtual ~PeerMemory() = default;
-  // Where `bytes` bytes at the peer's `address` lie here; nullptr while the mapping is being fetched (ask again later).
+  // The address here of `bytes` bytes at the peer's `address`; nullptr while the mapping is being fetched (ask again
+  // later).
   virtual void* map(const Address& address, size_t bytes) = 0;
 };
 
@@ -78,7 +79,7 @@ class Channel {
   // Whether `data` may lie on a device. Then a send takes what was enqueued on `request->stream` before it was posted,
   // and once a receive is done, what is enqueued there afterwards finds the message.
   virtual bool moves_device_memory() const { return false; }
-  // Whether something is under way that nobody rings the doorbell for: who waits looks again soon.
+  // Whether something is under way that nothing rings the doorbell for: a thread that waits looks again soon.
   virtual bool is_polled() const { return false; }
 
   // "shm", "tcp", "torch", "local", "pinned": for doctor, timeline and error messages

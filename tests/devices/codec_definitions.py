@@ -1,4 +1,4 @@
-"""The definitions of all codecs in array operations, of NumPy, or of CuPy on a GPU.
+"""The messages of every codec and what they stand for, in array operations: of NumPy, or of CuPy on a GPU.
 
 They are written from the contracts, csrc/kernels/<codec>.h, and do not call bagua. `xp` is the module of the arrays.
 Each operation is rounded separately, as in the contracts: CuPy fuses none of them.
@@ -45,20 +45,8 @@ def reduce_encode(xp, spec, messages, numel, average, key):
 
 
 def narrow(xp, values, dtype):
-    """Converts float32 values as a decoder does: finite values stay finite. bf16 is uint16."""
+    """Rounds float32 values as a decoder or an all_reduce does: beyond the type's range is Inf. bf16 is uint16."""
     return values if dtype == "float32" else _TO_HALF["fp16" if dtype == "float16" else "bf16"](xp, values)
-
-
-def narrow_sum(xp, values, dtype):
-    """Converts float32 sums as an all_reduce does: values beyond the type's range become Inf. bf16 is uint16."""
-    narrowed = narrow(xp, values, dtype)
-    if dtype == "float16":
-        return values.astype(xp.float16)
-    if dtype == "bfloat16":
-        sign = (values.view(xp.uint32) >> xp.uint32(16)).astype(xp.uint16) & xp.uint16(0x8000)
-        ends = xp.abs(values.astype(xp.float64)) >= 2.0**128 - 2.0**119
-        return xp.where(ends & ~xp.isnan(values), sign | xp.uint16(0x7F80), narrowed)
-    return narrowed
 
 
 def widen(xp, values, dtype):
@@ -69,21 +57,18 @@ def widen(xp, values, dtype):
 
 
 def to_f16(xp, x):
-    """Rounds to nearest even; larger values become 65504."""
+    """Rounds to nearest even; what is nearer to 65536 than to 65504 becomes Inf, and NaN the canonical one."""
     largest = xp.float32(65504)
     y = xp.clip(x, -largest, largest).astype(xp.float16)
-    return xp.where(xp.isfinite(x), y, xp.float16("nan")).astype(xp.float16)
+    y = xp.where(xp.abs(x) >= xp.float32(65520), xp.copysign(xp.float16("inf"), y), y)
+    return xp.where(xp.isnan(x), xp.float16("nan"), y).astype(xp.float16)
 
 
 def to_bf16(xp, x):
-    """Rounds to nearest even, to the upper half of the bits; larger values become the largest finite number."""
+    """Rounds to the upper half of the bits, to nearest even, which may be Inf; NaN becomes the canonical one."""
     bits = x.view(xp.uint32)
-    sign = bits & xp.uint32(0x80000000)
     rounded = bits + xp.uint32(0x7FFF) + ((bits >> xp.uint32(16)) & xp.uint32(1))
-    overflowed = (rounded & xp.uint32(0x7FFFFFFF)) >= xp.uint32(0x7F800000)
-    rounded = xp.where(overflowed, sign | xp.uint32(0x7F7F0000), rounded)
-    rounded = xp.where(xp.isfinite(x), rounded, xp.uint32(NAN))
-    return (rounded >> xp.uint32(16)).astype(xp.uint16)
+    return (xp.where(xp.isnan(x), xp.uint32(NAN), rounded) >> xp.uint32(16)).astype(xp.uint16)
 
 
 # ---- blocks
@@ -289,7 +274,7 @@ def _topk_encode(xp, rows, is_bad, k, _keys):
     count = min(k, length)
     magnitudes = (rows.view(xp.int32) & xp.int32(0x7FFFFFFF)).astype(xp.int64)
     places = xp.arange(length, dtype=xp.int64)
-    # The order is by magnitude, and of equal ones by index, so no two are equal and any sort gives the same result.
+    # Sorts by magnitude, of equal ones the lower place first: no two are equal, so it does not matter how.
     order = xp.argsort(-(magnitudes * 4096 + (4095 - places)), axis=1)[:, :count]
     chosen = xp.where(is_bad, places[:count], xp.sort(order, axis=1))
     values = xp.take_along_axis(rows, chosen, axis=1)

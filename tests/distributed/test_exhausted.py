@@ -1,8 +1,7 @@
-"""Memory and threads that end on one rank: no process aborts, and all ranks name that rank and what to raise."""
+"""Threads that end on one rank: no process aborts, and all ranks name that rank and what to raise."""
 
 import contextlib
 import ctypes
-import resource
 
 import pytest
 import torch
@@ -32,19 +31,6 @@ def no_threads():
         assert libc.pthread_setattr_default_np(before) == 0
 
 
-@contextlib.contextmanager
-def memory_left(num_bytes):
-    """This process can have so much more address space."""
-    with open("/proc/self/statm") as sizes:
-        size = int(sizes.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 def train_async():
     model = torch.nn.Linear(2, 2)
     bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm="async")
@@ -57,8 +43,6 @@ def receive():
 OPERATIONS = {
     "first connection": lambda: bagua.barrier(),
     "message": receive,
-    "all_reduce": lambda: bagua.all_reduce(VALUES[:50_000]),
-    "codec": lambda: bagua.all_reduce(VALUES, codec="qsgd"),
     "new_group": lambda: bagua.barrier(group=bagua.new_group()),
     "async": train_async,
 }
@@ -101,37 +85,6 @@ def test_where_threads_end_all_ranks_name_the_rank_and_the_limit():
         assert (other_kind, other_rank) == ("RemoteError", 1), (what, other[what])
         for each in (text, other_text):
             assert "cannot start the thread 'bagua-" in each and "raise `ulimit -u`" in each, (what, each)
-
-
-def without_memory(rank, world_size, what, num_bytes):
-    return failure_of(what, memory_left(num_bytes), ["first connection"])
-
-
-def check_memory(what, num_bytes):
-    """The error of both, or none: how much an operation takes depends on what the libraries below have kept."""
-    first, other = spawn(without_memory, 2, args=(what, num_bytes))
-    assert (first is None) == (other is None), (what, num_bytes, first, other)
-    if first is None:
-        return
-    assert first[:2] == ("TransportError", 0), (what, num_bytes, first)
-    assert other[:2] == ("RemoteError", 0) and first[2] in other[2], (what, num_bytes, first, other)
-    limits = "memory limit", "limits of processes and memory"
-    assert any(limit in first[2] for limit in limits), (what, num_bytes, first)
-
-
-# For a message: the threads' start, the rings. For a group: its doorbell. For an all_reduce: all but the log of events.
-@pytest.mark.parametrize(
-    "what, num_bytes", [("message", 300_000), ("message", 1_000_000), ("new_group", 0), ("all_reduce", 5_000_000)]
-)
-def test_where_memory_ends_all_ranks_name_the_rank_and_the_limit(what, num_bytes):
-    check_memory(what, num_bytes)
-
-
-@pytest.mark.slow("test_where_memory_ends_all_ranks_name_the_rank_and_the_limit")
-@pytest.mark.parametrize("what", ["message", "new_group", "all_reduce", "codec"])
-def test_however_little_memory_is_left(what):
-    for step in range(1, 20):
-        check_memory(what, step * 500_000)
 
 
 def check_agreement(group):

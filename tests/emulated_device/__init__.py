@@ -6,7 +6,7 @@
     model = model.to("emulated")
 
 The host cannot access its memory, and its streams are delayed by up to 0.3 ms, so host code that accesses a tensor
-crashes, and a missing event gives wrong numbers; see csrc/device/emulated/ and extension/. torch's own interface works:
+crashes, and a missing event gives wrong numbers; see csrc/tests/emulated_device/ and extension/. torch's own interface works:
 torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memory. The host computes operators with the
 CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
 
@@ -222,11 +222,11 @@ def compiler() -> list[str]:
 def _sources() -> list[Path]:
     here = sorted((Path(__file__).parent / "extension").glob("*.cc"))
     # runtime.cc only for the interface's own vtable: the registry that counts is bagua._C's.
-    return [*here, *sorted((ROOT / "csrc/device/emulated").glob("*.cc")), ROOT / "csrc/device/runtime.cc"]
+    return [*here, *sorted((ROOT / "csrc/tests/emulated_device").glob("*.cc")), ROOT / "csrc/device/runtime.cc"]
 
 
 def _headers() -> list[Path]:
-    folders = [Path(__file__).parent / "extension", ROOT / "csrc/device", ROOT / "csrc/device/emulated"]
+    folders = [Path(__file__).parent / "extension", ROOT / "csrc/device", ROOT / "csrc/tests/emulated_device"]
     return [
         *(path for folder in folders for path in sorted(folder.glob("*.h"))),
         *sorted((ROOT / "csrc/common").glob("*.h")),

@@ -52,7 +52,7 @@ class Rank:
         self._closing.callback(self.group.close)
 
     def barrier(self):
-        """What it raises, and after how many seconds; None where it succeeds. Who fails leaves."""
+        """Returns what it raises, and after how many seconds; None where it succeeds. A rank that fails leaves."""
         begin = time.monotonic()
         try:
             self.group.barrier().wait()
@@ -81,7 +81,7 @@ def two_ranks(env, with_groups=True):
 
 
 def barrier(ranks):
-    """What it raises on each of them."""
+    """Returns what it raises on each of them."""
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         return list(threads.map(Rank.barrier, ranks))
 
@@ -120,29 +120,21 @@ def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch, no_reports
             assert error.rank == rank and "raise `ulimit -n`" in str(error) and seconds < AT_ONCE_S, (error, seconds)
 
 
-@pytest.mark.parametrize("ends", ["threads", "memory", "memory of the call"])
-def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch, no_reports):
+def test_where_threads_end_that_is_said_at_once(monkeypatch, no_reports):
     start = threading.Thread.start
 
     def refuse(thread):
         if not thread.name.startswith("bagua-dial-"):
             return start(thread)
-        raise MemoryError if ends == "memory" else RuntimeError("can't start new thread")
+        raise RuntimeError("can't start new thread")
 
-    def refuse_all(*_):
-        raise MemoryError
-
-    if ends == "memory of the call":
-        monkeypatch.setattr(dialer, "start_thread", refuse_all)
-    else:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-    remedy = "raise `ulimit -u`" if ends == "threads" else "raise its memory limit"
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     with two_ranks(SHM) as ranks:
         failures = barrier(ranks)
     for rank, (error, seconds) in enumerate(failures):
         own = error.rank == rank and type(error) is TransportError  # or the other one has reported its own before
         assert own or (type(error) is RemoteError and error.rank == 1 - rank), failures
-        assert remedy in str(error) and seconds < AT_ONCE_S, failures
+        assert "raise `ulimit -u`" in str(error) and seconds < AT_ONCE_S, failures
 
 
 def fail_and_leave(rank):
@@ -257,7 +249,7 @@ def test_however_few_descriptors_are_left(env):
 @pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize("peer_of_failing", [0, 1], ids=["dialer", "acceptor"])
 def test_a_channel_that_one_end_cannot_have_fails_both(env, peer_of_failing, monkeypatch):
-    """By then the other end believes that it is there."""
+    """The other end believes by then that it is there."""
     name = "attach_shm" if env is SHM else "attach_tcp"
     attach = getattr(_C.Group, name)
 
@@ -459,7 +451,7 @@ def test_a_host_that_took_a_connection_is_called_again_where_it_is_asked_about(i
 
 
 def test_a_group_that_asks_again_calls_the_host_again(monkeypatch):
-    """Which Communicator does where others ask about a peer that it has no link to."""
+    """Dials, as Liveness does where others ask about a peer that it has no link to."""
     asked = threading.Event()
 
     class Probe(connector.HostProbe):
@@ -479,7 +471,7 @@ def test_a_group_that_asks_again_calls_the_host_again(monkeypatch):
 
 
 def test_no_receiver_that_is_slow_ends_a_connection(monkeypatch):
-    """As the watch of the handshake would."""
+    """Does what the watch of the handshake would."""
     watched = []
 
     def attach(self, *args):

@@ -1,4 +1,4 @@
-// What a call of CUDA returned, as an Error: no driver and no GPU are the caller's mistake (InvalidArgument),
+// Turns what a call of CUDA returned into an Error: no driver and no GPU are the caller's mistake (InvalidArgument),
 // everything else is a failure of the device (Device), with CUDA's own text. The one of a kernel that failed earlier is
 // reported by any later call: CUDA's errors are sticky.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace bagua::device::cuda {
 
-// Throws unless `status` is success. `call` is what returned it. Takes the error off the thread, so that nobody else
+// Throws unless `status` is success. `call` is what returned it. Takes the error off the thread, so that no later call
 // takes it for his.
 void check(cudaError_t status, const std::string& call);
 

@@ -65,7 +65,7 @@ class CudaRuntime final : public Runtime {
     return id;
   }
 
-  // Of a MIG instance it is that of the GPU.
+  // A MIG instance has that of its GPU.
   std::string bus_id(Device device) override {
     char id[32] = {};
     check(cudaDeviceGetPCIBusId(id, sizeof id, device.index), "cudaDeviceGetPCIBusId");
@@ -128,7 +128,7 @@ class CudaRuntime final : public Runtime {
     check(cudaMemsetAsync(memory, 0, bytes, native(stream)), "cudaMemsetAsync");
   }
 
-  // Of the highest priority: communication that waits for a free multiprocessor delays every rank.
+  // The stream has the highest priority: communication that waits for a free multiprocessor delays every rank.
   Stream create_stream(Device device) override {
     const DeviceScope scope = scope_of(device);
     int least = 0, greatest = 0;
@@ -205,7 +205,7 @@ class CudaRuntime final : public Runtime {
     check(cudaMemcpyAsync(to, from, bytes, kind, native(stream)), "cudaMemcpyAsync");
   }
 
-  // A release that fails has nobody to tell: the next call reports what is wrong with the device.
+  // A release that fails is not reported: the next call reports what is wrong with the device.
   template <typename Call>
   void quietly(int device_index, Call call) noexcept {
     try {
@@ -220,7 +220,7 @@ class CudaRuntime final : public Runtime {
     return DeviceScope(device.index);
   }
 
-  // For calls that name no device: any context will do, but it should be one that the process has.
+  // Some calls name no device: any context will do, but it should be one that the process has.
   int any_device() {
     int index = last_device_;
     if (index < 0 && cudaGetDevice(&index) != cudaSuccess) index = 0;

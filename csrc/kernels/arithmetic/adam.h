@@ -24,7 +24,7 @@ struct AdamFactors {
   bool is_near;  // m moves less than half of the way to g
 };
 
-// What unscales a gradient: as GradScaler has it, whose reciprocal in f64 rounds to the same number.
+// The factor that unscales a gradient: GradScaler's, whose reciprocal in f64 rounds to the same number.
 BAGUA_INLINE float inverse_scale(float grad_scale) { return 1.0f / grad_scale; }
 
 template <bool kIsFrozen, typename T>

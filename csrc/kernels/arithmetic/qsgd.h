@@ -41,7 +41,7 @@ BAGUA_INLINE float scale_down(float value) {
   return std::bit_cast<float>(unscaled | (bits & 0x80000000u));
 }
 
-// Of a block of elements x * s.
+// The steps of a block of elements x * s.
 struct Steps {
   float units;         // L * 2^15 / (norm * s)
   float step;          // norm * s / L

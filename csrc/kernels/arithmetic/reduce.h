@@ -56,7 +56,7 @@ struct BitXor {
   }
 };
 
-// What `scale` does to an f32 number: the product in f64, rounded once. Where the factor is an f32 number, f32 gives
+// Scales an f32 number as `scale` does: the product in f64, rounded once. Where the factor is an f32 number, f32 gives
 // the same bits.
 BAGUA_INLINE float finish(float sum, float factor) { return sum * factor; }
 BAGUA_INLINE float finish(float sum, double factor) { return static_cast<float>(static_cast<double>(sum) * factor); }

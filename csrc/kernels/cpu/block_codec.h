@@ -1,13 +1,16 @@
-// What the block-wise codecs share on the CPU: the walk over the blocks of a message, and the f32 block on the stack
-// through which f16, bf16 and short blocks go. What happens within a block is in the file of each codec, as a `Blocks`:
+// The part that the block-wise codecs share on the CPU: the walk over the blocks of a message, and the f32 block on the
+// stack through which f16, bf16 and short blocks go. What happens within a block is in the file of each codec, as a
+// `Blocks`:
 //
 //   static constexpr size_t kNumel             elements of a whole block
 //   static constexpr float kPadding            what encode() is given behind the elements of a short block
+//   Blocks(int option, CounterRng)             see block_kernels.h
 //   size_t wire_bytes() const                  of a whole block
-//   size_t encoded_numel(size_t numel) const   how many elements encode() reads of a block of `numel`, no fewer than
-//   these size_t decoded_numel(size_t numel) const   how many decode() and decode_add() write bool encode(const float*
-//   source, size_t begin, size_t numel, uint8_t* bytes) const   whether the block is finite;
-//                                              `begin` is the message's element at which it begins
+//   size_t encoded_numel(size_t numel) const   how many elements encode() reads of a block of `numel`, no fewer
+//   size_t decoded_numel(size_t numel) const   how many decode() and decode_add() write of it, no fewer
+//   size_t encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const
+//                                              returns how many blocks are not finite, 0 or 1; `begin` is the
+//                                              message's element at which the block begins
 //   void decode(const uint8_t* bytes, size_t numel, float* destination) const
 //   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const
 #pragma once
@@ -27,7 +30,7 @@ namespace bagua::kernels::cpu {
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// What a decoder does with a value.
+// The use that a decoder makes of a value.
 enum class Store { kAssign, kAdd };
 
 template <Store kStore>
@@ -67,7 +70,7 @@ void encode_blocks(const Blocks& blocks, DType dtype, const void* source, size_t
       std::fill(block + count, block + num_read, Blocks::kPadding);
       values = block;
     }
-    num_nonfinite += !blocks.encode(values, begin, count, bytes + offset_bytes);
+    num_nonfinite += blocks.encode(values, begin, count, bytes + offset_bytes);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
@@ -115,21 +118,21 @@ inline void add_residual(const Residual& residual, size_t numel, float* values) 
   if (residual.in != nullptr) cast_add(residual.dtype, residual.in, values, numel);
 }
 
-// What the fused kernels (fused.h) do with one block: `totals` has kNumel elements, of which the first `numel` count
-// and do not hold the residual yet. Returns whether the block is finite.
+// The work of the fused kernels (fused.h) on one block: `totals` has kNumel elements, of which the first `numel` count
+// and do not hold the residual yet. Returns what encode() does.
 template <typename Blocks>
-bool encode_totals(const Blocks& blocks, const Residual& residual, size_t begin, size_t numel, float* totals,
-                   uint8_t* bytes) {
+size_t encode_totals(const Blocks& blocks, const Residual& residual, size_t begin, size_t numel, float* totals,
+                     uint8_t* bytes) {
   const Residual part = residual.is_on() ? residual_from(residual, begin) : Residual{};
   add_residual(part, numel, totals);
   std::fill(totals + numel, totals + blocks.encoded_numel(numel), Blocks::kPadding);
-  const bool finite = blocks.encode(totals, begin, numel, bytes);
-  if (!residual.is_on()) return finite;
+  const size_t num_nonfinite = blocks.encode(totals, begin, numel, bytes);
+  if (!residual.is_on()) return num_nonfinite;
   alignas(64) float decoded[Blocks::kNumel] = {};  // not for us: GCC does not see that decode() writes all of `numel`
   blocks.decode(bytes, numel, decoded);
   subtract(totals, decoded, numel);
   cast(DType::kF32, totals, part.dtype, part.out, numel);
-  return finite;
+  return num_nonfinite;
 }
 
 template <typename Blocks>
@@ -139,7 +142,7 @@ void encode_with_residual_blocks(const Blocks& blocks, DType dtype, const void* 
   alignas(64) float totals[Blocks::kNumel];
   for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
     cast(dtype, static_cast<const uint8_t*>(source) + begin * item_bytes(dtype), DType::kF32, totals, count);
-    num_nonfinite += !encode_totals(blocks, residual, begin, count, totals, bytes + offset_bytes);
+    num_nonfinite += encode_totals(blocks, residual, begin, count, totals, bytes + offset_bytes);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
@@ -156,9 +159,31 @@ void reduce_encode_blocks(const Blocks& blocks, const Contributions& contributio
                         sums);
     }
     if (factor != 1.0) scale(DType::kF32, sums, factor, count);
-    num_nonfinite += !encode_totals(blocks, residual, begin, count, sums, bytes + offset_bytes);
+    num_nonfinite += encode_totals(blocks, residual, begin, count, sums, bytes + offset_bytes);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
+
+template <typename Blocks>
+constexpr BlockKernels kBlockKernels = {
+    [](int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
+       uint64_t* num_nonfinite_blocks, Stream) {
+      encode_blocks(Blocks{option, rng}, dtype, source, numel, bytes, num_nonfinite_blocks);
+    },
+    [](int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream) {
+      decode_blocks(Blocks{option, {}}, dtype, bytes, numel, destination);
+    },
+    [](int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream) {
+      decode_add_blocks(Blocks{option, {}}, bytes, numel, accumulator);
+    },
+    [](int option, DType dtype, const void* source, const Residual& residual, size_t numel, uint8_t* bytes,
+       CounterRng rng, uint64_t* num_nonfinite_blocks, Stream) {
+      encode_with_residual_blocks(Blocks{option, rng}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
+    },
+    [](int option, const Contributions& contributions, double factor, const Residual& residual, size_t numel,
+       uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream) {
+      reduce_encode_blocks(Blocks{option, rng}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
+    },
+};
 
 }  // namespace bagua::kernels::cpu

@@ -24,7 +24,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the header is stored as it lies in memory");
 
-constexpr size_t kBlockNumel = kMinmaxUint8BlockNumel;
 constexpr size_t kHeaderBytes = kMinmaxUint8HeaderBytes;
 
 template <bool kIsScaled>
@@ -110,11 +109,12 @@ BAGUA_MULTIVERSION void add(const uint8_t* bytes, size_t numel, float* destinati
 struct Blocks {
   static constexpr size_t kNumel = kBlockNumel;
   static constexpr float kPadding = 0.0f;
+  Blocks(int, CounterRng) {}
   size_t wire_bytes() const { return kHeaderBytes + kBlockNumel; }
   size_t encoded_numel(size_t numel) const { return numel; }
   size_t decoded_numel(size_t numel) const { return numel; }
-  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
-    return encode_block(source, numel, bytes);
+  size_t encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return !encode_block(source, numel, bytes);
   }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const { assign(bytes, numel, destination); }
   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const { add(bytes, numel, destination); }
@@ -123,27 +123,6 @@ struct Blocks {
 }  // namespace
 }  // namespace minmax_uint8
 
-void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes,
-                         uint64_t* num_nonfinite_blocks) {
-  encode_blocks(minmax_uint8::Blocks{}, dtype, source, numel, bytes, num_nonfinite_blocks);
-}
-
-void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  decode_blocks(minmax_uint8::Blocks{}, dtype, bytes, numel, destination);
-}
-
-void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator) {
-  decode_add_blocks(minmax_uint8::Blocks{}, bytes, numel, accumulator);
-}
-
-void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  encode_with_residual_blocks(minmax_uint8::Blocks{}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
-}
-
-void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
-                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  reduce_encode_blocks(minmax_uint8::Blocks{}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
-}
+const BlockKernels kMinmaxUint8 = kBlockKernels<minmax_uint8::Blocks>;
 
 }  // namespace bagua::kernels::cpu

@@ -12,7 +12,6 @@ namespace bagua::kernels::cpu {
 namespace onebit {  // a name, because the tests compile the kernels of several files into one
 namespace {
 
-constexpr size_t kBlockNumel = kOnebitBlockNumel;
 constexpr size_t kHeaderBytes = kOnebitHeaderBytes;
 constexpr size_t kLanes = 64;
 
@@ -77,11 +76,12 @@ BAGUA_MULTIVERSION void add(const uint8_t* bytes, size_t numel, float* destinati
 struct Blocks {
   static constexpr size_t kNumel = kBlockNumel;
   static constexpr float kPadding = 0.0f;
+  Blocks(int, CounterRng) {}
   size_t wire_bytes() const { return kHeaderBytes + kBlockNumel / 8; }
   size_t encoded_numel(size_t) const { return kBlockNumel; }
   size_t decoded_numel(size_t numel) const { return padded_numel(numel); }
-  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
-    return encode_block(source, numel, bytes);
+  size_t encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return !encode_block(source, numel, bytes);
   }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const { assign(bytes, numel, destination); }
   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const { add(bytes, numel, destination); }
@@ -90,26 +90,6 @@ struct Blocks {
 }  // namespace
 }  // namespace onebit
 
-void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  encode_blocks(onebit::Blocks{}, dtype, source, numel, bytes, num_nonfinite_blocks);
-}
-
-void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  decode_blocks(onebit::Blocks{}, dtype, bytes, numel, destination);
-}
-
-void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator) {
-  decode_add_blocks(onebit::Blocks{}, bytes, numel, accumulator);
-}
-
-void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  encode_with_residual_blocks(onebit::Blocks{}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
-}
-
-void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
-                          uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  reduce_encode_blocks(onebit::Blocks{}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
-}
+const BlockKernels kOnebit = kBlockKernels<onebit::Blocks>;
 
 }  // namespace bagua::kernels::cpu

@@ -21,7 +21,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the header is stored as it lies in memory");
 
-constexpr size_t kBlockNumel = kQsgdBlockNumel;
 constexpr size_t kHeaderBytes = kQsgdHeaderBytes;
 
 // The codes of the `padded` elements x * s, of which `count` counters from `first` on say which.
@@ -123,7 +122,7 @@ BAGUA_INLINE void decode_parts(const uint8_t* __restrict codes, size_t padded, c
   }
 }
 
-// Of most norms L * step is the norm, and then no element has to be looked at for it.
+// L * step is, for most norms, the norm, and then no element has to be looked at for it.
 template <int kBits, Store kStore>
 BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t padded, float norm,
                                float* __restrict destination) {
@@ -185,14 +184,14 @@ struct Blocks {
   // Not a zero with a sign of its own where all others are -0.0.
   static constexpr float kPadding = -0.0f;
   const int bits;
-  const CounterRng rng = {};
+  const CounterRng rng;
 
   size_t wire_bytes() const { return qsgd_block_bytes(kBlockNumel, bits); }
   size_t encoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
   size_t decoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
-  bool encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const {
+  size_t encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const {
     const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kBlockNumel));
-    return (bits == 8 ? encode_8 : bits == 4 ? encode_4 : encode_2)(source, encoded_numel(numel), bytes, block_rng);
+    return !(bits == 8 ? encode_8 : bits == 4 ? encode_4 : encode_2)(source, encoded_numel(numel), bytes, block_rng);
   }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const {
     (bits == 8 ? assign_8 : bits == 4 ? assign_4 : assign_2)(bytes, decoded_numel(numel), destination);
@@ -205,27 +204,6 @@ struct Blocks {
 }  // namespace
 }  // namespace qsgd
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks) {
-  encode_blocks(qsgd::Blocks{bits, rng}, dtype, source, numel, bytes, num_nonfinite_blocks);
-}
-
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  decode_blocks(qsgd::Blocks{bits}, dtype, bytes, numel, destination);
-}
-
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator) {
-  decode_add_blocks(qsgd::Blocks{bits}, bytes, numel, accumulator);
-}
-
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks) {
-  encode_with_residual_blocks(qsgd::Blocks{bits, rng}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
-}
-
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks) {
-  reduce_encode_blocks(qsgd::Blocks{bits, rng}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
-}
+const BlockKernels kQsgd = kBlockKernels<qsgd::Blocks>;
 
 }  // namespace bagua::kernels::cpu

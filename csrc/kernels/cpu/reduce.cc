@@ -15,7 +15,7 @@
 namespace bagua::kernels::cpu {
 namespace {
 
-// What reduce_many takes from each array at a time.
+// The bytes that reduce_many takes from each array at a time.
 constexpr size_t kBlockBytes = 8192;
 
 template <typename T, typename Operator>

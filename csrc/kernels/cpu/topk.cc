@@ -17,7 +17,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "values and indices are stored as they lie in memory");
 
-constexpr size_t kBlockNumel = kTopkBlockNumel;
 constexpr int kLowBits = 16;
 constexpr int kSmallestKey = -(1 << 15);
 constexpr int kHalfAnOctave = 64;     // in upper keys
@@ -63,7 +62,7 @@ BAGUA_INLINE Limit find_limit(const Keys& keys, int wanted, int low, int high, i
   return {low, false, static_cast<size_t>(num_high)};
 }
 
-// What travels: every magnitude above `magnitude`, and the first `num_ties` that are equal to it.
+// The elements that travel: every magnitude above `magnitude`, and the first `num_ties` that are equal to it.
 struct Selection {
   uint32_t magnitude;
   size_t num_ties;
@@ -204,12 +203,13 @@ struct Blocks {
   static constexpr size_t kNumel = kBlockNumel;
   static constexpr float kPadding = 0.0f;
   const size_t k;
+  Blocks(int option, CounterRng) : k(static_cast<size_t>(option)) {}
 
   size_t num_kept(size_t numel) const { return std::min(k, numel); }
   size_t wire_bytes() const { return k * kTopkElementBytes; }
   size_t encoded_numel(size_t) const { return kBlockNumel; }
-  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
-    return encode_block(source, num_kept(numel), bytes);
+  size_t encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return !encode_block(source, num_kept(numel), bytes);
   }
   size_t decoded_numel(size_t numel) const { return numel; }
   void decode(const uint8_t* bytes, size_t numel, float* destination) const {
@@ -221,39 +221,25 @@ struct Blocks {
   }
 };
 
-}  // namespace
-}  // namespace topk
-
-void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  encode_blocks(topk::Blocks{static_cast<size_t>(k)}, dtype, source, numel, bytes, num_nonfinite_blocks);
-}
-
-void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  const topk::Blocks blocks{static_cast<size_t>(k)};
+void decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream) {
+  const Blocks blocks(k, {});
   for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
     if (dtype == DType::kF32) {
       blocks.decode(bytes + offset_bytes, count, static_cast<float*>(destination) + begin);
     } else {
       auto* halves = static_cast<unaligned_u16*>(destination) + begin;
-      topk::decode_half(dtype, bytes + offset_bytes, blocks.num_kept(count), count, halves);
+      decode_half(dtype, bytes + offset_bytes, blocks.num_kept(count), count, halves);
     }
   });
 }
 
-void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator) {
-  decode_add_blocks(topk::Blocks{static_cast<size_t>(k)}, bytes, numel, accumulator);
-}
+}  // namespace
+}  // namespace topk
 
-void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  encode_with_residual_blocks(topk::Blocks{static_cast<size_t>(k)}, dtype, source, residual, numel, bytes,
-                              num_nonfinite_blocks);
-}
-
-void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  reduce_encode_blocks(topk::Blocks{static_cast<size_t>(k)}, contributions, factor, residual, numel, bytes,
-                       num_nonfinite_blocks);
-}
+const BlockKernels kTopk = [] {
+  BlockKernels kernels = kBlockKernels<topk::Blocks>;
+  kernels.decode = topk::decode;
+  return kernels;
+}();
 
 }  // namespace bagua::kernels::cpu

@@ -18,7 +18,7 @@ namespace {
 template <typename Convert>
 using Computed = decltype(Convert::widen({}));
 
-// What a thread takes of each array.
+// The elements that a thread takes of each array.
 template <typename Convert>
 inline constexpr int kThreadNumel = std::is_same_v<Computed<Convert>, double> ? 2 : 4;
 

@@ -1,6 +1,6 @@
-// What the block-wise codecs share on CUDA: one thread block per block of the message, whose elements stay in registers
-// from the first pass over them (range, scale) to the last (codes, residual). What happens within a block is in the
-// file of each codec, as a `Codec`, passed by value:
+// The part that the block-wise codecs share on CUDA: one thread block per block of the message, whose elements stay in
+// registers from the first pass over them (range, scale) to the last (codes, residual). What happens within a block is
+// in the file of each codec, as a `Codec`, passed by value:
 //
 //   static constexpr int kBlockThreads       of a thread block. Few threads with many elements each: more of a
 //                                            multiprocessor's memory traffic is on its way, and what is computed once
@@ -28,6 +28,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "csrc/kernels/block_kernels.h"
 #include "csrc/kernels/cuda/elementwise.h"
 #include "csrc/kernels/cuda/factor.h"
 #include "csrc/kernels/cuda/instructions.h"
@@ -40,7 +41,7 @@ inline constexpr int kQuadNumel = 4;
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// Which elements of a block a thread has: quads of consecutive ones.
+// The elements of a block that a thread has: quads of consecutive ones.
 //
 // Codes of less than a byte are packed across a block: with kNumParts parts of equal length, byte j holds the codes of
 // element j of every part. So a thread has the quads at the same place of all parts, whose codes are the same four
@@ -65,13 +66,13 @@ struct Share {
 
   __device__ __forceinline__ int numel() const { return kIsWhole ? kBlockNumel : numel_; }
   __device__ __forceinline__ int part_numel() const { return kIsWhole ? kBlockNumel / kNumParts : part_numel_; }
-  // Where the quads of a run begin in their parts, and how many bytes of codes there are from there on: 4 and more are
+  // The begin of the quads of a run in their parts, and how many bytes of codes there are from there on: 4 and more are
   // a whole quad, 0 and less are none.
   __device__ __forceinline__ int place(int run) const {
     return (run * Codec::kBlockThreads + thread_index()) * kQuadNumel;
   }
   __device__ __forceinline__ int num_bytes(int run) const { return kIsWhole ? kQuadNumel : part_numel_ - place(run); }
-  // Where quad q begins in the block, and how many of its elements there are, counted alike.
+  // The begin of quad q in the block, and how many of its elements there are, counted alike.
   __device__ __forceinline__ int first(int q) const { return part_of(q) * part_numel() + place(run_of(q)); }
   __device__ __forceinline__ int num(int q) const {
     if (kIsWhole) return kQuadNumel;
@@ -85,7 +86,7 @@ struct Share {
   int numel_, part_numel_;
 };
 
-// Of a thread; of a reference, too.
+// The elements of a thread; of a reference, too.
 template <typename Share>
 inline constexpr int kNumelOf = std::remove_cvref_t<Share>::kNumel;
 
@@ -318,7 +319,7 @@ void launch_blocks(const char* name, Stream stream, size_t numel, void (*kernel)
   launch<Codec::kBlockThreads>(name, stream, ceil_div(numel, kBlockNumel), kernel, arguments...);
 }
 
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
+template <int kResidentThreads, typename Codec>
 void launch_encode(const char* name, const Codec& codec, DType dtype, const void* source, size_t numel, uint8_t* bytes,
                    uint64_t* num_nonfinite_blocks, Stream stream) {
   for_float_type(dtype, [&](auto type) {
@@ -327,44 +328,76 @@ void launch_encode(const char* name, const Codec& codec, DType dtype, const void
   });
 }
 
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
+template <typename Codec>
 void launch_encode_with_residual(const char* name, const Codec& codec, DType dtype, const void* source,
                                  const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                                  Stream stream) {
   for_float_type(dtype, [&](auto type) {
     launch_blocks<Codec>(name, stream, numel,
-                         encode_with_residual_kernel<Codec, decltype(type)::value, kResidentThreads>, codec, source,
+                         encode_with_residual_kernel<Codec, decltype(type)::value, kMinResidentThreads>, codec, source,
                          residual, numel, bytes, num_nonfinite_blocks);
   });
 }
 
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
-void launch_reduce_encode(const char* name, const Codec& codec, const Contributions& contributions, double factor,
-                          size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, false, kResidentThreads>, codec, contributions,
-                       Factor(factor), Residual{}, numel, bytes, num_nonfinite_blocks);
-}
-template <int kResidentThreads = kMinResidentThreads, typename Codec>
-void launch_reduce_encode_with_residual(const char* name, const Codec& codec, const Contributions& contributions,
-                                        double factor, const Residual& residual, size_t numel, uint8_t* bytes,
-                                        uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, true, kResidentThreads>, codec, contributions,
-                       Factor(factor), residual, numel, bytes, num_nonfinite_blocks);
-}
+// The table of a codec. `Kernels` has its kName, and calls body(codec) for the codec of an option; the three may differ
+// in their threads:
+//
+//   template <typename Body> static void with_codec(int option, CounterRng, Body body)
+//   template <typename Body> static void with_reduction(int option, CounterRng, Body body)
+//   template <typename Body> static void with_residual_reduction(int option, CounterRng, Body body)
+//   static constexpr int kReductionResidentThreads, kResidualReductionResidentThreads
+template <typename Kernels>
+struct Launching {
+  static void encode(int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
+                     uint64_t* num_nonfinite_blocks, Stream stream) {
+    Kernels::with_codec(option, rng, [=](auto codec) {
+      launch_encode<kMinResidentThreads>(Kernels::kName, codec, dtype, source, numel, bytes, num_nonfinite_blocks,
+                                         stream);
+    });
+  }
+  static void decode(int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+    Kernels::with_codec(option, {}, [=](auto codec) {
+      using Codec = decltype(codec);
+      for_float_type(dtype, [&](auto type) {
+        launch_blocks<Codec>(Kernels::kName, stream, numel, decode_kernel<Codec, decltype(type)::value>, codec, bytes,
+                             numel, destination);
+      });
+    });
+  }
+  static void decode_add(int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+    Kernels::with_codec(option, {}, [=](auto codec) {
+      using Codec = decltype(codec);
+      launch_blocks<Codec>(Kernels::kName, stream, numel, decode_add_kernel<Codec>, codec, bytes, numel, accumulator);
+    });
+  }
+  static void encode_with_residual(int option, DType dtype, const void* source, const Residual& residual, size_t numel,
+                                   uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
+    Kernels::with_codec(option, rng, [=, &residual](auto codec) {
+      launch_encode_with_residual(Kernels::kName, codec, dtype, source, residual, numel, bytes, num_nonfinite_blocks,
+                                  stream);
+    });
+  }
+  static void reduce_encode(int option, const Contributions& contributions, double factor, const Residual& residual,
+                            size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks,
+                            Stream stream) {
+    if (residual.is_on()) {
+      Kernels::with_residual_reduction(option, rng, [=, &contributions, &residual](auto codec) {
+        using Codec = decltype(codec);
+        constexpr auto kKernel = reduce_encode_kernel<Codec, true, Kernels::kResidualReductionResidentThreads>;
+        launch_blocks<Codec>(Kernels::kName, stream, numel, kKernel, codec, contributions, Factor(factor), residual,
+                             numel, bytes, num_nonfinite_blocks);
+      });
+    } else {
+      Kernels::with_reduction(option, rng, [=, &contributions](auto codec) {
+        using Codec = decltype(codec);
+        constexpr auto kKernel = reduce_encode_kernel<Codec, false, Kernels::kReductionResidentThreads>;
+        launch_blocks<Codec>(Kernels::kName, stream, numel, kKernel, codec, contributions, Factor(factor), Residual{},
+                             numel, bytes, num_nonfinite_blocks);
+      });
+    }
+  }
 
-template <typename Codec>
-void launch_decode(const char* name, const Codec& codec, DType dtype, const uint8_t* bytes, size_t numel,
-                   void* destination, Stream stream) {
-  for_float_type(dtype, [&](auto type) {
-    launch_blocks<Codec>(name, stream, numel, decode_kernel<Codec, decltype(type)::value>, codec, bytes, numel,
-                         destination);
-  });
-}
-
-template <typename Codec>
-void launch_decode_add(const char* name, const Codec& codec, const uint8_t* bytes, size_t numel, float* accumulator,
-                       Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, decode_add_kernel<Codec>, codec, bytes, numel, accumulator);
-}
+  static constexpr BlockKernels kTable = {encode, decode, decode_add, encode_with_residual, reduce_encode};
+};
 
 }  // namespace bagua::kernels::cuda

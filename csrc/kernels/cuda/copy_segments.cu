@@ -31,7 +31,7 @@ struct Segments {
 };
 static_assert(sizeof(Segments) <= 4096);
 
-// By the threads of the block in turn: what whole units there are. Returns how many bytes that are.
+// Copies, by the threads of the block in turn, what whole units there are. Returns how many bytes that are.
 template <typename Unit>
 __device__ __forceinline__ unsigned copy_units(uint8_t* to, const uint8_t* from, unsigned num_bytes) {
   const unsigned num_units = num_bytes / sizeof(Unit);

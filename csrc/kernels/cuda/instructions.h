@@ -54,7 +54,7 @@ __device__ __forceinline__ float greater_or_nan(float a, float b) {
 #endif
 }
 
-// Of NaN another NaN may come out. It takes no instruction: those on floats have it as a modifier of an operand.
+// The result for NaN may be another NaN. It takes no instruction: those on floats have it as a modifier of an operand.
 __device__ __forceinline__ float absolute(float value) {
 #if defined(__CUDACC__)
   return fabsf(value);
@@ -76,7 +76,7 @@ __device__ __forceinline__ float number_of_f16(uint16_t half) {
 __device__ __forceinline__ float number_of_bf16(uint16_t half) {
   return std::bit_cast<float>(static_cast<uint32_t>(half) << 16);
 }
-// Of two numbers at once, the first in the lower half.
+// Narrows two numbers at once, the first in the lower half.
 __device__ __forceinline__ uint32_t f16_of_numbers(float first, float second) {
 #if defined(__CUDACC__)
   uint32_t result;

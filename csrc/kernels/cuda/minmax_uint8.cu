@@ -175,42 +175,26 @@ struct MinmaxUint8 {
   }
 };
 
-using Codec = MinmaxUint8<128>;
-using Reduction = MinmaxUint8<64>;  // few threads, because a block is at barriers for much of its time
+struct Kernels {
+  static constexpr const char* kName = "minmax_uint8";
+  static constexpr int kReductionResidentThreads = 640, kResidualReductionResidentThreads = kMinResidentThreads;
+  template <typename Body>
+  static void with_codec(int, CounterRng, Body body) {
+    body(MinmaxUint8<128>{});
+  }
+  template <typename Body>
+  static void with_reduction(int, CounterRng, Body body) {
+    body(MinmaxUint8<64>{});  // few threads, because a block is at barriers for much of its time
+  }
+  template <typename Body>
+  static void with_residual_reduction(int, CounterRng, Body body) {
+    body(MinmaxUint8<64>{});
+  }
+};
 
 }  // namespace
 }  // namespace minmax_uint8
 
-void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                         Stream stream) {
-  launch_encode("minmax_uint8_encode", minmax_uint8::Codec{}, dtype, source, numel, bytes, num_nonfinite_blocks,
-                stream);
-}
-
-void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  launch_decode("minmax_uint8_decode", minmax_uint8::Codec{}, dtype, bytes, numel, destination, stream);
-}
-
-void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  launch_decode_add("minmax_uint8_decode_add", minmax_uint8::Codec{}, bytes, numel, accumulator, stream);
-}
-
-void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_encode_with_residual("minmax_uint8_encode_with_residual", minmax_uint8::Codec{}, dtype, source, residual,
-                              numel, bytes, num_nonfinite_blocks, stream);
-}
-
-void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
-                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  constexpr minmax_uint8::Reduction kCodec;
-  constexpr const char* kName = "minmax_uint8_reduce_encode";
-  if (residual.is_on()) {
-    launch_reduce_encode_with_residual(kName, kCodec, contributions, factor, residual, numel, bytes,
-                                       num_nonfinite_blocks, stream);
-  } else {
-    launch_reduce_encode<640>(kName, kCodec, contributions, factor, numel, bytes, num_nonfinite_blocks, stream);
-  }
-}
+const BlockKernels kMinmaxUint8 = Launching<minmax_uint8::Kernels>::kTable;
 
 }  // namespace bagua::kernels::cuda

@@ -38,7 +38,7 @@ struct Onebit {
   __device__ __forceinline__ Codes load_codes(const Share& share, const uint8_t* bytes) const {
     return {load_bytes<Share::kIsWhole>(bytes + kOnebitHeaderBytes + share.place(0), share.num_bytes(0))};
   }
-  // Where in the thread's word the sign of element i is.
+  // The bit of the thread's word that is the sign of element i.
   static __device__ __forceinline__ constexpr int bit_of(int i) { return 8 * (i % kQuadNumel) + i / kQuadNumel; }
 
   template <typename Share, typename Body>
@@ -104,36 +104,25 @@ struct Onebit {
   }
 };
 
+struct OnebitKernels {
+  static constexpr const char* kName = "onebit";
+  static constexpr int kReductionResidentThreads = 1024, kResidualReductionResidentThreads = kMinResidentThreads;
+  template <typename Body>
+  static void with_codec(int, CounterRng, Body body) {
+    body(Onebit{});
+  }
+  template <typename Body>
+  static void with_reduction(int, CounterRng, Body body) {
+    body(Onebit{});
+  }
+  template <typename Body>
+  static void with_residual_reduction(int, CounterRng, Body body) {
+    body(Onebit{});
+  }
+};
+
 }  // namespace
 
-void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                   Stream stream) {
-  launch_encode("onebit_encode", Onebit{}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
-}
-
-void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  launch_decode("onebit_decode", Onebit{}, dtype, bytes, numel, destination, stream);
-}
-
-void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  launch_decode_add("onebit_decode_add", Onebit{}, bytes, numel, accumulator, stream);
-}
-
-void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
-                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_encode_with_residual("onebit_encode_with_residual", Onebit{}, dtype, source, residual, numel, bytes,
-                              num_nonfinite_blocks, stream);
-}
-
-void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
-                          uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  constexpr const char* kName = "onebit_reduce_encode";
-  if (residual.is_on()) {
-    launch_reduce_encode_with_residual(kName, Onebit{}, contributions, factor, residual, numel, bytes,
-                                       num_nonfinite_blocks, stream);
-  } else {
-    launch_reduce_encode<1024>(kName, Onebit{}, contributions, factor, numel, bytes, num_nonfinite_blocks, stream);
-  }
-}
+const BlockKernels kOnebit = Launching<OnebitKernels>::kTable;
 
 }  // namespace bagua::kernels::cuda

@@ -8,7 +8,8 @@
 
 namespace bagua::kernels::cuda {
 
-// As many as fit into 4 KB of parameters, with as many of something else: what a launch takes at no further cost.
+// The most pointers that fit into 4 KB of parameters, with as many of something else: what a launch takes at no further
+// cost.
 inline constexpr int kFewPointers = 128;
 // 32,764 bytes is what they may take since CUDA 12.1.
 #if CUDART_VERSION >= 12010

@@ -38,7 +38,7 @@ struct Qsgd {
     float units;  // of Steps
     Decoder decoder;
   };
-  // Of 8 bits a word per quad, of fewer one per run, as they lie in the message.
+  // The words as they lie in the message: of 8 bits one per quad, of fewer one per run.
   template <typename Share>
   struct Codes {
     static constexpr int kCount = kBits == 8 ? Share::kQuads : Share::kNumRuns;
@@ -64,7 +64,7 @@ struct Qsgd {
     return {kind, steps.step, steps.norm_bits, kByteUnitBits, 0.0f};
   }
 
-  // Where word `index` of the codes is in the message, and how many of its bytes there are.
+  // The place of word `index` of the codes in the message, and how many of its bytes there are.
   template <typename Share>
   static __device__ __forceinline__ int place_of(const Share& share, int index) {
     return static_cast<int>(kQsgdHeaderBytes) + (kBits == 8 ? share.first(index) : share.place(index));
@@ -213,9 +213,6 @@ struct Qsgd {
   }
 };
 
-// Of a thread block. The reduction without a residual, whose blocks are at barriers for much of their time, has fewer.
-constexpr int kThreadsOfCodec = 128, kThreadsOfReduction = 64;
-
 // Calls body(codec) for the codec of so many bits.
 template <int kThreads, typename Body>
 void for_bits(int bits, CounterRng rng, Body body) {
@@ -224,48 +221,26 @@ void for_bits(int bits, CounterRng rng, Body body) {
   body(Qsgd<2, kThreads>{rng});
 }
 
+struct Kernels {
+  static constexpr const char* kName = "qsgd";
+  static constexpr int kReductionResidentThreads = 640, kResidualReductionResidentThreads = 768;
+  template <typename Body>
+  static void with_codec(int bits, CounterRng rng, Body body) {
+    for_bits<128>(bits, rng, body);
+  }
+  template <typename Body>
+  static void with_reduction(int bits, CounterRng rng, Body body) {
+    for_bits<64>(bits, rng, body);  // fewer threads, because a block is at barriers for much of its time
+  }
+  template <typename Body>
+  static void with_residual_reduction(int bits, CounterRng rng, Body body) {
+    for_bits<128>(bits, rng, body);  // with fewer threads ptxas 13.0 spills on sm_100
+  }
+};
+
 }  // namespace
 }  // namespace qsgd
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
-                 uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits<qsgd::kThreadsOfCodec>(bits, rng, [=](auto codec) {
-    launch_encode("qsgd_encode", codec, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
-  });
-}
-
-void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  qsgd::for_bits<qsgd::kThreadsOfCodec>(
-      bits, {}, [=](auto codec) { launch_decode("qsgd_decode", codec, dtype, bytes, numel, destination, stream); });
-}
-
-void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  qsgd::for_bits<qsgd::kThreadsOfCodec>(
-      bits, {}, [=](auto codec) { launch_decode_add("qsgd_decode_add", codec, bytes, numel, accumulator, stream); });
-}
-
-void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits<qsgd::kThreadsOfCodec>(bits, rng, [=, &residual](auto codec) {
-    launch_encode_with_residual("qsgd_encode_with_residual", codec, dtype, source, residual, numel, bytes,
-                                num_nonfinite_blocks, stream);
-  });
-}
-
-void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  constexpr const char* kName = "qsgd_reduce_encode";
-  if (residual.is_on()) {
-    // With few threads ptxas 13.0 spills on sm_100.
-    qsgd::for_bits<qsgd::kThreadsOfCodec>(bits, rng, [=, &contributions, &residual](auto codec) {
-      launch_reduce_encode_with_residual<768>(kName, codec, contributions, factor, residual, numel, bytes,
-                                              num_nonfinite_blocks, stream);
-    });
-  } else {
-    qsgd::for_bits<qsgd::kThreadsOfReduction>(bits, rng, [=, &contributions](auto codec) {
-      launch_reduce_encode<640>(kName, codec, contributions, factor, numel, bytes, num_nonfinite_blocks, stream);
-    });
-  }
-}
+const BlockKernels kQsgd = Launching<qsgd::Kernels>::kTable;
 
 }  // namespace bagua::kernels::cuda

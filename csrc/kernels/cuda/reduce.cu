@@ -15,7 +15,7 @@
 namespace bagua::kernels::cuda {
 namespace {
 
-// What an element is computed in.
+// The type that an element is computed in.
 struct Plain {
   template <typename T>
   static __device__ __forceinline__ T widen(T value) {
@@ -36,7 +36,7 @@ struct AsInt {
 template <typename T, typename Convert>
 using Compared = std::conditional_t<sizeof(T) == 1, AsInt<T>, Convert>;
 
-// What AVG does to a sum: f64 divides, the others go by way of a factor.
+// The last step of AVG: f64 divides, the others go by way of a factor.
 struct Average {
   Factor factor;
   double divisor;

@@ -6,7 +6,7 @@
 // candidates, or too few because most elements are 0, and all where k is above 64: all threads halve the range of the
 // magnitudes.
 //
-// What is chosen are bits, one per element; where an element goes is how many are set before its own.
+// The choice is bits, one per element; an element goes to the place given by how many are set before its own.
 #include "csrc/kernels/topk.h"
 
 #include "csrc/kernels/backend.h"
@@ -15,7 +15,7 @@
 namespace bagua::kernels::cuda {
 namespace {
 
-static_assert(kTopkBlockNumel == kBlockNumel && kTopkMaxK <= kNumThreads, "a thread per element that is decoded");
+static_assert(kTopkMaxK <= kNumThreads, "a thread per element that is decoded");
 
 constexpr int kWordBits = 32;
 constexpr int kNumWords = kBlockNumel / kWordBits;
@@ -48,7 +48,7 @@ __device__ __forceinline__ int index_of(uint64_t key) {
   return kBlockNumel - 1 - static_cast<int>(key >> 1 & (kBlockNumel - 1));
 }
 
-// What a message says of one of the elements that travel.
+// An element that travels, as the message has it.
 struct Traveller {
   float value;
   int index;       // none where it is not below the block's elements
@@ -113,7 +113,7 @@ struct Topk {
     return bin == kNumBins - 1 || depth > largest ? 1 : largest - depth + 1;
   }
 
-  // Of one warp, for up to kNumKeys candidates per lane: chooses k of these. All keys are in [low, high).
+  // Chooses k candidates, up to kNumKeys per lane, by one warp. All keys are in [low, high).
   template <int kNumKeys>
   __device__ __forceinline__ void choose(uint64_t low, uint64_t high, Encoding& encoding) const {
     const uint32_t num_candidates = encoding.num_candidates, needed = static_cast<uint32_t>(k);
@@ -217,7 +217,7 @@ struct Topk {
         num_high = num;
       }
     }
-    // Of those that are equal to `low` the first ones.
+    // The first ones of those that are equal to `low`.
     uint32_t end = numel;
     if (num_low != needed) {
       uint32_t begin = 0;
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// By rank: all threads are done with one contribution before the next is added.
+// Adds by rank: all threads are done with one contribution before the next is added.
 template <typename Share>
 __device__ __forceinline__ void sum_scattered(const TopkEncoder& codec, const Block& block, const Share& share,
                                               const Contributions& contributions, float* sums) {
@@ -402,37 +402,41 @@ __global__ void __launch_bounds__(kEncodeThreads, kResidentThreads / kEncodeThre
   });
 }
 
-}  // namespace
+constexpr const char* kTopkName = "topk";
 
-void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                 Stream stream) {
-  launch_encode<896>("topk_encode", TopkEncoder{k}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng,
+                 uint64_t* num_nonfinite_blocks, Stream stream) {
+  launch_encode<896>(kTopkName, TopkEncoder{k}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
 }
 
 void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
   for_float_type(dtype, [=](auto type) {
-    launch("topk_decode", stream, ceil_div(numel, kBlockNumel), decode_scattered_kernel<decltype(type)::value>,
+    launch(kTopkName, stream, ceil_div(numel, kBlockNumel), decode_scattered_kernel<decltype(type)::value>,
            TopkDecoder{k}, bytes, numel, destination);
   });
 }
 
 void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  launch("topk_decode_add", stream, ceil_div(numel, kBlockNumel), decode_add_scattered_kernel, TopkDecoder{k}, bytes,
-         numel, accumulator);
+  launch(kTopkName, stream, ceil_div(numel, kBlockNumel), decode_add_scattered_kernel, TopkDecoder{k}, bytes, numel,
+         accumulator);
 }
 
 void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
-                               uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_encode_with_residual("topk_encode_with_residual", TopkEncoder{k}, dtype, source, residual, numel, bytes,
-                              num_nonfinite_blocks, stream);
+                               uint8_t* bytes, CounterRng, uint64_t* num_nonfinite_blocks, Stream stream) {
+  launch_encode_with_residual(kTopkName, TopkEncoder{k}, dtype, source, residual, numel, bytes, num_nonfinite_blocks,
+                              stream);
 }
 
 void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
-                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+                        size_t numel, uint8_t* bytes, CounterRng, uint64_t* num_nonfinite_blocks, Stream stream) {
   const auto kernel = residual.is_on() ? reduce_encode_scattered_kernel<true, kMinResidentThreads>
                                        : reduce_encode_scattered_kernel<false, 768>;
-  launch_blocks<TopkEncoder>("topk_reduce_encode", stream, numel, kernel, TopkEncoder{k}, contributions, Factor(factor),
-                             residual, numel, bytes, num_nonfinite_blocks);
+  launch_blocks<TopkEncoder>(kTopkName, stream, numel, kernel, TopkEncoder{k}, contributions, Factor(factor), residual,
+                             numel, bytes, num_nonfinite_blocks);
 }
+
+}  // namespace
+
+const BlockKernels kTopk = {topk_encode, topk_decode, topk_decode_add, topk_encode_with_residual, topk_reduce_encode};
 
 }  // namespace bagua::kernels::cuda

@@ -3,7 +3,7 @@
 //
 // The threads of a block take turns in an order that changes from block to block, and a thread runs until it waits for
 // others. Waiting at different places of the source, or for threads that have ended, is an error, as it is on the GPU
-// where nobody says so. Shared memory holds garbage when a block starts, and ends at a page that faults. Launches run
+// where nothing says so. Shared memory holds garbage when a block starts, and ends at a page that faults. Launches run
 // before they return.
 #pragma once
 
@@ -28,7 +28,7 @@ struct dim3 {
   dim3(unsigned of_x = 1) : x(of_x) {}
 };
 
-// As CUDA's, they may lie over elements of another type.
+// Like CUDA's, they may lie over elements of another type.
 struct __attribute__((may_alias)) uint1 {
   unsigned x;
 };
@@ -99,7 +99,7 @@ T value_of(uint64_t bits) {
   return value;
 }
 
-// As the GPU: where there is no such lane, the own value.
+// Like the GPU, it gives the own value where there is no such lane.
 template <typename T>
 T shuffle(unsigned mask, T value, int from, const std::source_location& site) {
   const uint64_t* values = meet(Waits::kForWarp, mask, bits_of(value), site);

@@ -156,7 +156,7 @@ struct Impl {
 
 using Shared = std::shared_ptr<Impl>;
 
-// What stands behind a communicator; null, and a violation, where it does not live.
+// The state behind a communicator; null, and a violation, where it does not live.
 Shared impl_of(Communicator communicator, const char* call, bool makes_contexts = true) {
   Shared found;
   {
@@ -423,7 +423,7 @@ void execute(void* argument) {
       execute_collective(c, batch->calls[0]);
     }
   }
-  // What has failed stays on the device until it is aborted.
+  // Work that has failed stays on the device until it is aborted.
   while (!c.is_aborted && !goes_on(c)) pause();
   ++c.num_done;
 }
@@ -623,7 +623,7 @@ FAKE_NCCL_EXPORT Result ncclCommAbort(Communicator communicator) {
   record(c->rank, "abort");
   c->is_aborted = true;
   if (c->init.joinable()) c->init.join();
-  // What peers wait for will not come. Closed by who uses it last.
+  // The part that peers wait for will not come. The last user closes it.
   for (const int fd : c->sockets) {
     if (fd >= 0) shutdown(fd, SHUT_RDWR);
   }

@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// What it needs of the device. None of them throws.
+// The needs of the fake of the device. None of them throws.
 struct FakeNcclDevice {
   int (*current_device)();
   // Executes run(argument) in the stream's order; false if the stream is not one of the device.
@@ -23,11 +23,11 @@ using FakeNcclUseDevice = void (*)(const FakeNcclDevice*);  // fake_nccl_use_dev
 using FakeNcclReset = void (*)();                     // fake_nccl_reset
 using FakeNcclSetVersion = void (*)(int version);     // fake_nccl_set_version
 using FakeNcclFail = void (*)(int rank, int result);  // fake_nccl_fail_init, fake_nccl_fail_async
-// What the rank has enqueued from then on ends when it is aborted, and not before.
+// Work that the rank has enqueued from then on ends when it is aborted, and not before.
 using FakeNcclHang = void (*)(int rank);  // fake_nccl_hang
 // Calls of a rank, or of all (-1), one a line: "init", "all_reduce", "group{send 1 400, recv 1 400}", "abort", ...
 using FakeNcclText = const char* (*)(int rank);  // fake_nccl_calls
-// What NCCL would not forgive, one a line.
+// Mistakes that NCCL would not forgive, one a line.
 using FakeNcclViolations = const char* (*)();  // fake_nccl_violations
 using FakeNcclCount = int (*)();               // fake_nccl_num_communicators, that live
 }

@@ -20,7 +20,7 @@ struct Posted {
   Request* request = nullptr;
 };
 
-// What the two ends share. Sides are 0 and 1; direction d carries messages from side d to side 1 - d.
+// The state that the two ends share. Sides are 0 and 1; direction d carries messages from side d to side 1 - d.
 struct Pair {
   struct Side {
     int rank = -1;
@@ -125,7 +125,7 @@ class LocalChannel final : public Channel {
   void post(Fifo<Posted>& queue, const Posted& posted, int sender) {
     std::lock_guard lock(pair_->mutex);
     if (mine().failure) {
-      refused_ = true;  // and progress() throws; nobody keeps the request
+      refused_ = true;  // and progress() throws; nothing keeps the request
       return;
     }
     queue.push(posted);
@@ -146,7 +146,7 @@ class LocalChannel final : public Channel {
                       mine().rank, std::string(operation_name(operation.kind))));
   }
 
-  // A peer that failed or went away is an error only for somebody who still wants something of it.
+  // A peer that failed or went away is an error only for a caller that still wants something of it.
   void throw_if_wanted() {
     std::lock_guard lock(pair_->mutex);
     if (refused_ || !mine().sends.empty() || !mine().recvs.empty()) throw Error(*mine().failure);

@@ -1,5 +1,5 @@
-// What is used of NCCL's binary interface: numbers, layouts and signatures, which it has kept since version 2.14. So
-// bagua builds without NCCL, and runs with whichever version torch has brought.
+// The part of NCCL's binary interface that is used: numbers, layouts and signatures, which it has kept since
+// version 2.14. So bagua builds without NCCL, and runs with whichever version torch has brought.
 #pragma once
 
 #include <climits>
@@ -43,7 +43,7 @@ constexpr int version_code(int major, int minor, int patch) { return major * 100
 // The first that has communicators which do not block, and finalize.
 inline constexpr int kMinVersion = version_code(2, 14, 0);
 
-// As of kMinVersion. Later versions have more fields, and take their defaults for those that `size` leaves out.
+// The layout of kMinVersion. Later versions have more fields, and take their defaults for those that `size` leaves out.
 struct Config {
   size_t size = sizeof(Config);
   unsigned int magic = 0xcafebeef;
@@ -51,7 +51,7 @@ struct Config {
   int blocking = INT_MIN;  // undefined
 };
 
-// By the names of its symbols without "nccl"; X(name, result, arguments).
+// The functions, by the names of their symbols without "nccl"; X(name, result, arguments).
 #define BAGUA_NCCL_FUNCTIONS(X)                                                                                      \
   X(GetVersion, Result, (int* version))                                                                              \
   X(GetUniqueId, Result, (UniqueId * id))                                                                            \

@@ -65,7 +65,7 @@ ErrorKind error_kind(Result result) {
   }
 }
 
-// What NCCL tells hosts apart by: containers with names of their own are hosts.
+// The text by which NCCL tells hosts apart: containers with names of their own are hosts.
 std::string host_text() {
   if (const char* const told = std::getenv("NCCL_HOSTID")) return told;
   char name[256] = {};

@@ -47,7 +47,8 @@ class NcclTransport final : public DeviceTransport {
 
 class NcclSource final : public DeviceTransportSource {
  public:
-  // Of devices of this kind. The library is opened when it is first asked for, `path` as NcclLibrary::open has it.
+  // A source for devices of this kind. The library is opened when it is first asked for, `path` as NcclLibrary::open
+  // has it.
   explicit NcclSource(DeviceKind kind = DeviceKind::kCuda, std::string path = "")
       : kind_(kind), path_(std::move(path)) {}
 

@@ -5,7 +5,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <new>
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -61,11 +60,6 @@ void TcpStream::on_ready() {
   if (!recvs_.empty()) read_locked();
 }
 
-void TcpStream::on_exhausted() noexcept {
-  failed_.store(true, std::memory_order_release);
-  doorbell_.ring();
-}
-
 void TcpStream::cancel() {
   std::lock_guard lock(mutex_);
   sends_.clear();
@@ -75,7 +69,6 @@ void TcpStream::cancel() {
 void TcpStream::throw_if_failed() {
   if (!failed_.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mutex_);
-  if (!failure_) throw std::bad_alloc();
   throw Error(*failure_);
 }
 

@@ -34,7 +34,6 @@ class TcpStream : public Reactor::Handler {
   void throw_if_failed();
 
   void on_ready() override;
-  void on_exhausted() noexcept override;
 
  private:
   struct Part {
@@ -59,8 +58,8 @@ class TcpStream : public Reactor::Handler {
   std::mutex mutex_;  // guards everything below; never held while calling the reactor
   Fifo<Part> sends_;
   Fifo<Part> recvs_;
-  MessageHeader incoming_;        // of the part at the front of recvs_
-  std::optional<Error> failure_;  // none where there was no memory for it
+  MessageHeader incoming_;  // of the part at the front of recvs_
+  std::optional<Error> failure_;
   std::atomic<bool> failed_{false};
 };
 

@@ -93,7 +93,7 @@ int TorchLink::take(uint8_t* frame, bool block) {
   message.moved += bytes;
   used += bytes;
   const int size = size_for(used);
-  // Padding is zeros: what the forwarder's memory held before is nobody's business.
+  // Padding is zeros: what the forwarder's memory held before is no rank's business.
   std::memset(frame + used, 0, frame_size_bytes(size) - used);
   Request* request = nullptr;
   if (message.moved == message.header.bytes) {

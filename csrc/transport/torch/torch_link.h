@@ -58,7 +58,7 @@ class TorchLink {
   int take(uint8_t* frame, bool block);
   // The oldest frame that was taken has left.
   void sent();
-  // Which size the next frame to receive has.
+  // The size of the next frame to receive.
   int expect(bool block);
   // The oldest expected frame has arrived.
   void deliver(const uint8_t* frame);

@@ -11,7 +11,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
-#include "csrc/device/emulated/emulated_runtime.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 namespace at {
 struct Generator;

@@ -1,5 +1,5 @@
 // The thread of a stream; see stream_queue.h.
-#include "csrc/device/emulated/stream_queue.h"
+#include "csrc/tests/emulated_device/stream_queue.h"
 
 #include <chrono>
 #include <utility>

@@ -38,7 +38,7 @@ class Arena {
   bool contains(const void* memory) const { return offset_of(memory) < kAddressSpace; }
   // Throws Device unless [memory, memory + bytes) lies in one block that is reserved and not marked as freed.
   void expect_valid(const void* memory, size_t bytes) const;
-  // Where the host touches what the device has at `memory`. Throws Device unless all of it is committed.
+  // The address at which the host touches what the device has at `memory`. Throws Device unless all of it is committed.
   void* host_address(const void* memory, size_t bytes) const;
 
  private:

@@ -1,18 +1,14 @@
-// Whether peers are alive and what they do, and the way to whom to name when one is late; see communicator.h.
-//
-// A process that dies is noticed at once: its link ends without its having left (listen). One that is stopped, or whose
-// host is gone, falls silent (doubt). Everything else takes a request for the peer's status, sent by who has waited for
-// long, and again when its deadline has passed.
-//
-// Whom the answers accuse is in blame.h; here they are asked for, and kept. Where a connection is silent, the others
-// are asked what they hear from its far end: by the links, for all groups at once (ProcessLink::inquire).
+// Links, causes, answers and verdicts; see liveness.h. Whom the answers accuse is in blame.h; here they are asked for,
+// and kept. Where a connection is silent, the others are asked what they hear from its far end: by the links, for all
+// groups at once (ProcessLink::inquire).
+#include "csrc/communicator/liveness.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <set>
 #include <utility>
 
 #include "csrc/communicator/blame.h"
-#include "csrc/communicator/communicator.h"
 #include "csrc/communicator/control_link.h"
 
 namespace bagua {
@@ -31,7 +27,7 @@ constexpr milliseconds kRequestInterval{50};
 constexpr milliseconds kMinRequestInterval{20};
 // How long it may take until the others have told what they failed with.
 constexpr milliseconds kAgreement{200};
-// For how long the others are asked about a silent peer: a rank that has no link to it finds out meanwhile.
+// The time for which the others are asked about a silent peer: a rank that has no link to it finds out meanwhile.
 constexpr milliseconds kMinInquiry = 2 * kSilence, kMaxInquiry{1000};
 // How many of the others need a link, so that they can be asked.
 constexpr int kWitnesses = 4;
@@ -54,9 +50,170 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
+Liveness::Liveness(int rank, int size, std::string group, Doorbell& doorbell)
+    : ranks_{rank, size, std::move(group), {}}, doorbell_(doorbell) {
+  for (int i = 0; i < size; ++i) peers_.push_back(std::make_unique<Peer>());
+}
+
+Liveness::~Liveness() {
+  leave_process();
+  stop_links();
+}
+
+void Liveness::join_process(std::shared_ptr<Process> process, std::vector<int> job_ranks, std::string key) {
+  ranks_.job_ranks = std::move(job_ranks);
+  key_ = std::move(key);
+  process_ = std::move(process);
+  if (process_) process_->add(this);
+}
+
+void Liveness::leave_process() {
+  if (!process_) return;
+  process_->remove(this, report());
+}
+
+// ---- links
+
+std::vector<std::shared_ptr<ControlLink>> Liveness::links() const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<ControlLink>> all;
+  for (const auto& peer : peers_) {
+    if (peer->control) all.push_back(peer->control);
+  }
+  return all;
+}
+
+void Liveness::stop_links() {
+  for (auto& link : links()) link->stop();
+}
+
+void Liveness::say_goodbye() {
+  const auto why = failure_of_process();
+  for (auto& link : links()) {
+    link->send_leave(why);
+    link->stop();
+  }
+}
+
+void Liveness::drop_links() {
+  const auto dropped = links();  // dropped without the lock: it may be the reactor's last user
+  std::lock_guard lock(mutex_);
+  for (auto& peer : peers_) peer->control.reset();
+}
+
+void Liveness::attach(int peer, std::shared_ptr<ControlLink> control) {
+  {
+    std::lock_guard lock(mutex_);
+    peers_[static_cast<size_t>(peer)]->control = control;
+  }
+  greet(peer, *control);
+}
+
+bool Liveness::link_made(int job_rank, const std::shared_ptr<ProcessLink>& link) {
+  const int peer = ranks_.group_rank(job_rank);
+  if (peer < 0 || peer == ranks_.rank) return false;
+  auto control = std::make_shared<ControlLink>(link, key_, peer);
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.control) return false;  // its link has ended, and with it what is between the two in this group
+    p.control = control;
+    p.doubt.reset();  // it began without
+  }
+  greet(peer, *control);
+  doorbell_.ring();
+  return true;
+}
+
+// A peer that connects to a group that has failed is told why at once. (A poisoning that comes after this look sees the
+// link.) Whether it has failed there, or the peer has left, comes as an answer.
+void Liveness::greet(int peer, ControlLink& control) {
+  listen(peer, control);
+  if (!tell(control)) request_status(peer);
+}
+
+// Whether there was a failure to tell of.
+bool Liveness::tell(ControlLink& control) const {
+  std::optional<Error> cause;
+  Losses losses;
+  {
+    std::lock_guard lock(mutex_);
+    cause = cause_;
+    losses = confirmed_locked();
+  }
+  if (cause) control.send_abort(*cause, losses);
+  return cause.has_value();
+}
+
+std::optional<std::vector<uint8_t>> Liveness::report() const {
+  std::lock_guard lock(mutex_);
+  if (!cause_) return std::nullopt;
+  return abort_bytes(*cause_, confirmed_locked());
+}
+
+std::shared_ptr<ControlLink> Liveness::control(int peer) const {
+  std::lock_guard lock(mutex_);
+  return peers_[static_cast<size_t>(peer)]->control;
+}
+
+void Liveness::note_unreachable(int peer, const std::string& what, bool names_peer) {
+  std::lock_guard lock(mutex_);
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  p.unreachable = what;
+  p.names_peer = names_peer;
+  if (names_peer) {
+    p.unreachable_since.reset();
+  } else if (!p.unreachable_since) {
+    p.unreachable_since = Deadline::Clock::now();
+  }
+}
+
+bool Liveness::poison(const Error& cause, bool tell_peers) {
+  {
+    std::lock_guard lock(mutex_);
+    if (cause_) return false;
+    cause_ = cause;
+    poisoned_at_ = Deadline::Clock::now();
+    note_cause_locked();
+    agree_if_due_locked();
+  }
+  poisoned_.store(true, std::memory_order_release);
+  if (tell_peers) tell_all(cause);
+  if (process_) {
+    process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
+                                 cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
+  }
+  doorbell_.ring();
+  return true;
+}
+
+void Liveness::throw_if_poisoned() {
+  if (is_poisoned()) throw agreed_cause();
+}
+
+// ---- what this rank does
+
+void Liveness::begin(const Operation& operation) {
+  throw_if_poisoned();
+  if (process_) process_->forget_failure();  // a program that begins something has got over it
+  std::lock_guard lock(mutex_);
+  status_.operation = operation;
+}
+
+void Liveness::end(const Operation& operation) {
+  std::lock_guard lock(mutex_);
+  if (operation.sequence != 0) status_.last_finished = operation;
+  status_.operation = Operation{};
+  stop_waiting();
+  // Unmaps what peers have freed while the operation ran; outside of operations on_released does it at once.
+  for (auto& peer : peers_) {
+    if (peer->control) peer->control->unmap_released();
+  }
+}
+
 // ---- what a peer's control link tells
 
-void Communicator::listen(int peer, ControlLink& control) {
+void Liveness::listen(int peer, ControlLink& control) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   ControlLink::Events events;
   events.on_abort = [this, peer](const Error& cause, const Losses& theirs) { take_abort(peer, cause, theirs); };
@@ -71,18 +228,18 @@ void Communicator::listen(int peer, ControlLink& control) {
       p.departed.store(true, std::memory_order_release);
       agree_if_due_locked();
     }
-    doorbell_->ring();
+    doorbell_.ring();
   };
   events.on_silence = [this, peer](const ProcessLink::Silence& silence) { doubt(peer, silence); };
   events.on_status = [this, peer](const PeerStatus& status) {
     take_answer(peer, status);
-    doorbell_->ring();
+    doorbell_.ring();
   };
   events.my_status = [this, &control](const StatusRequest& request) {
     tell(control);  // the peer may not have had the group before
     return answer(request);
   };
-  events.on_segment = [this] { doorbell_->ring(); };
+  events.on_segment = [this] { doorbell_.ring(); };
   events.on_released = [this, &p] {
     std::lock_guard lock(mutex_);
     if (status_.operation.kind == OperationKind::kNone) p.control->unmap_released();
@@ -90,15 +247,17 @@ void Communicator::listen(int peer, ControlLink& control) {
   control.start(std::move(events));
 }
 
-void Communicator::throw_departed(int peer) {
+void Liveness::throw_left(int peer) {
   std::optional<Error> why;
+  Operation mine;
   {
     std::lock_guard lock(mutex_);
     why = peers_[static_cast<size_t>(peer)]->why_left;
+    mine = status_.operation;
   }
   const std::string left = "rank " + std::to_string(peer) + " left the group '" + ranks_.group +
-                           "' while this rank waits for it in " + describe(operation_);
-  const std::string operation(operation_name(operation_.kind));
+                           "' while this rank waits for it in " + describe(mine);
+  const std::string operation(operation_name(mine.kind));
   if (why)
     throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), ranks_.group_rank(why->rank()), operation);
   throw Error(ErrorKind::kTransport, left + "; it destroyed the group, ended its program or raised: see its log", peer,
@@ -110,9 +269,9 @@ void Communicator::throw_departed(int peer) {
 // Whoever has failed tells all others with what, and who is lost to whom, as far as it knows (blame.h); again when it
 // knows more. When all that are not dead have told the same, they make the same of it: the first of the dead is named.
 // A rank that tells something is not dead, whatever others have seen of it; nor is one that is silent, as long as
-// nobody names it. What comes later changes nothing here, and is passed on.
+// no rank names it. What comes later changes nothing here, and is passed on.
 
-void Communicator::take_abort(int peer, const Error& cause, const Losses& theirs) {
+void Liveness::take_abort(int peer, const Error& cause, const Losses& theirs) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   {
     std::lock_guard lock(mutex_);
@@ -127,7 +286,7 @@ void Communicator::take_abort(int peer, const Error& cause, const Losses& theirs
                      cause.operation()));
 }
 
-void Communicator::take_loss(int peer, const std::string& how) {
+void Liveness::take_loss(int peer, const std::string& how) {
   {
     std::lock_guard lock(mutex_);
     agree_if_due_locked();
@@ -143,7 +302,7 @@ void Communicator::take_loss(int peer, const std::string& how) {
 }
 
 // After losses_ may have grown: fails with `cause`, or, where it has failed, tells the others what is new.
-void Communicator::fail_or_tell(const Error& cause) {
+void Liveness::fail_or_tell(const Error& cause) {
   if (poison(cause)) return;
   std::optional<Error> first;
   {
@@ -157,7 +316,7 @@ void Communicator::fail_or_tell(const Error& cause) {
 }
 
 // A cause of this rank that names another one, over the connection to it, or several, which others have agreed on.
-void Communicator::note_cause_locked() {
+void Liveness::note_cause_locked() {
   Losses losses;
   const auto ranks = cause_->ranks();
   const bool is_loss = cause_->kind() == ErrorKind::kTransport && cause_->rank() != ranks_.rank;
@@ -166,10 +325,10 @@ void Communicator::note_cause_locked() {
   refute_locked();
 }
 
-// Of those that are lost to somebody, whoever has told this rank something is there; for this rank itself, others say
-// so, unless it has told them too late, as after it was stopped: whom this rank has named as dead, it does not take
+// Among those that are lost to some rank, each that has told this rank something is there; for this rank itself, others
+// say so, unless it has told them too late, as after it was stopped: whom this rank has named as dead, it does not take
 // back. One that has told of its own fault is named for that.
-void Communicator::refute_locked() {
+void Liveness::refute_locked() {
   const std::vector<int> named = is_cause_agreed_ ? cause_->ranks() : std::vector<int>{};
   for (const int rank : losses_.lost) {
     if (std::find(named.begin(), named.end(), rank) != named.end()) continue;
@@ -178,9 +337,9 @@ void Communicator::refute_locked() {
   }
 }
 
-// What this rank tells of them: what it has found itself, or cannot judge. As long as its own link to one is well, it
-// may yet hear that it is the connection to another rank that has failed.
-Losses Communicator::confirmed_locked() const {
+// The losses that this rank tells others: those that it has found itself, or cannot judge. As long as its own link to
+// one is well, it may yet hear that it is the connection to another rank that has failed.
+Losses Liveness::confirmed_locked() const {
   Losses confirmed = losses_;
   std::erase_if(confirmed.lost, [this](int rank) {
     if (rank == ranks_.rank || losses_.there.count(rank) != 0) return false;
@@ -192,7 +351,7 @@ Losses Communicator::confirmed_locked() const {
   return confirmed;
 }
 
-void Communicator::tell_all(const Error& cause) {
+void Liveness::tell_all(const Error& cause) {
   std::vector<std::shared_ptr<ControlLink>> links;
   Losses losses;
   {
@@ -206,9 +365,9 @@ void Communicator::tell_all(const Error& cause) {
 }
 
 // Whether others may still tell of more: those linked to this rank that have told nothing, or something else than this
-// one; not from those that are named and silent. Where somebody is lost, also those that are linked only to others; and
-// where it is this rank, anybody may yet say that it is there.
-bool Communicator::is_cause_awaited_locked() const {
+// one; not from those that are named and silent. Where some rank is lost, also those that are linked only to others;
+// and where it is this rank, any rank may yet say that it is there.
+bool Liveness::is_cause_awaited_locked() const {
   if (losses_.lost.count(ranks_.rank) > losses_.there.count(ranks_.rank)) return true;
   std::set<int> named = losses_.lost;
   named.insert(cause_->rank());
@@ -226,7 +385,7 @@ bool Communicator::is_cause_awaited_locked() const {
 }
 
 // Once nothing more is awaited, or comes too late.
-void Communicator::agree_if_due_locked() {
+void Liveness::agree_if_due_locked() {
   if (!cause_ || is_cause_agreed_) return;
   if (Deadline::Clock::now() < poisoned_at_ + kAgreement && is_cause_awaited_locked()) return;
   is_cause_agreed_ = true;
@@ -248,9 +407,9 @@ void Communicator::agree_if_due_locked() {
   cause_ = cause_->of_ranks(dead);
 }
 
-Error Communicator::agreed_cause() {
+Error Liveness::agreed_cause() {
   std::unique_lock lock(mutex_);
-  agree_if_due_locked();  // somebody may have fallen silent meanwhile
+  agree_if_due_locked();  // some rank may have fallen silent meanwhile
   cause_changed_.wait_until(lock, poisoned_at_ + kAgreement, [this] { return is_cause_agreed_; });
   agree_if_due_locked();
   return *cause_;
@@ -258,7 +417,7 @@ Error Communicator::agreed_cause() {
 
 // ---- who waits for whom: what this rank knows and tells
 
-PeerStatus Communicator::status() const {
+PeerStatus Liveness::status() const {
   PeerStatus status;
   {
     std::lock_guard lock(mutex_);
@@ -282,7 +441,7 @@ PeerStatus Communicator::status() const {
   return status;
 }
 
-ChainEnd Communicator::end_behind_locked(int peer) const {
+ChainEnd Liveness::end_behind_locked(int peer) const {
   const Peer& p = *peers_[static_cast<size_t>(peer)];
   const auto now = Deadline::Clock::now();
   ChainEnd end;
@@ -299,7 +458,7 @@ ChainEnd Communicator::end_behind_locked(int peer) const {
   return end;
 }
 
-std::optional<Process::Wait> Communicator::wait_of_a_thread() const {
+std::optional<Process::Wait> Liveness::wait_of_a_thread() const {
   std::lock_guard lock(mutex_);  // an operation that is waited in does not end meanwhile
   const int peer = waits_for();
   const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
@@ -309,13 +468,13 @@ std::optional<Process::Wait> Communicator::wait_of_a_thread() const {
                        end_behind_locked(peer)};
 }
 
-void Communicator::now_awaits_message(int peer) {
+void Liveness::now_awaits_message(int peer) {
   if (waits_for() != peer) now_waiting_for(peer, Deadline::Clock::now());
 }
 
 // ---- requests and answers
 
-void Communicator::request_status(int peer, const StatusRequest& request) {
+void Liveness::request_status(int peer, const StatusRequest& request) {
   std::shared_ptr<ControlLink> control;
   {
     std::lock_guard lock(mutex_);
@@ -328,7 +487,7 @@ void Communicator::request_status(int peer, const StatusRequest& request) {
   control->request_status(request);
 }
 
-void Communicator::forward_request(uint32_t hops) {
+void Liveness::forward_request(uint32_t hops) {
   if (hops == 0) return;
   const int peer = waits_for();
   if (peer < 0) return;
@@ -339,7 +498,7 @@ void Communicator::forward_request(uint32_t hops) {
   request_status(peer, {.hops = hops - 1});
 }
 
-PeerStatus Communicator::answer(const StatusRequest& request) {
+PeerStatus Liveness::answer(const StatusRequest& request) {
   PeerStatus status = this->status();
   if (status.waiting_for >= 0) {
     forward_request(request.hops);
@@ -350,26 +509,26 @@ PeerStatus Communicator::answer(const StatusRequest& request) {
 }
 
 // Whether a peer without a link has shown no sign of its host for long.
-bool Communicator::is_unreachable_locked(const Peer& p) const {
+bool Liveness::is_unreachable_locked(const Peer& p) const {
   return !p.control && p.unreachable_since && Deadline::Clock::now() - *p.unreachable_since >= kSilence;
 }
 
 // Whether a peer has not answered for long, sends not even heartbeats, or cannot be linked.
-bool Communicator::is_silent_locked(const Peer& p) const {
+bool Liveness::is_silent_locked(const Peer& p) const {
   if (!p.control) return is_unreachable_locked(p);
   const ProcessLink& link = p.control->process_link();
   return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat || link.unanswered_for() >= kSilence;
 }
 
-bool Communicator::is_linked_well(int job_rank) const {
+bool Liveness::is_linked_well(int job_rank) const {
   const int peer = ranks_.group_rank(job_rank);
   if (peer < 0 || peer >= ranks_.size || peer == ranks_.rank || is_poisoned()) return false;
   return control(peer) != nullptr;
 }
 
-// By an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know it
-// next time. A group that has failed dials nobody.
-std::optional<Hearing> Communicator::hearing_of(int job_rank) {
+// Judges by an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know
+// it next time. A group that has failed dials no rank.
+std::optional<Hearing> Liveness::hearing_of(int job_rank) {
   const int peer = ranks_.group_rank(job_rank);
   if (peer < 0 || peer >= ranks_.size || peer == ranks_.rank) return std::nullopt;
   std::shared_ptr<ControlLink> control;
@@ -389,28 +548,29 @@ std::optional<Hearing> Communicator::hearing_of(int job_rank) {
   return link.has_answered_since(Deadline::Clock::now() - kSilence) ? Hearing::kHears : Hearing::kNotYetKnown;
 }
 
-// Of a peer without a link, by whether its host takes a connection, as which the worker has it dialed once in a while.
-Hearing Communicator::probe_locked(int peer) {
+// Judges a peer without a link by whether its host takes a connection, for which the worker has it dialed once in a
+// while.
+Hearing Liveness::probe_locked(int peer) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   if (is_unreachable_locked(p)) return Hearing::kHearsNothing;
-  if (!connector_) return Hearing::kCannotTell;
+  if (!dial_) return Hearing::kCannotTell;
   const auto now = Deadline::Clock::now();
   if (!p.unreachable_since && (!p.probed_at || now - *p.probed_at > kMaxInquiry)) {
     p.probed_at = now;
     p.is_probe_due = true;
     has_probes_.store(true, std::memory_order_release);
-    doorbell_->ring();
+    doorbell_.ring();
     if (wake_worker_) wake_worker_();
   }
   return is_probing_locked(p) ? Hearing::kNotYetKnown : Hearing::kCannotTell;
 }
 
 // Not any more where the host has taken a connection and the process does not answer.
-bool Communicator::is_probing_locked(const Peer& p) const {
+bool Liveness::is_probing_locked(const Peer& p) const {
   return p.unreachable_since || (p.probed_at && !(p.names_peer && Deadline::Clock::now() - *p.probed_at > kSilence));
 }
 
-void Communicator::dial_probed() {
+void Liveness::dial_probed() {
   if (!has_probes_.load(std::memory_order_relaxed) || !has_probes_.exchange(false, std::memory_order_acquire)) return;
   std::vector<int> probed;
   {
@@ -421,13 +581,10 @@ void Communicator::dial_probed() {
       if (std::exchange(p.is_probe_due, false) && !p.control) probed.push_back(peer);
     }
   }
-  for (const int peer : probed) {
-    peers_[static_cast<size_t>(peer)]->is_wanted.store(true, std::memory_order_relaxed);
-    connector_(peer);
-  }
+  for (const int peer : probed) dial_(peer);
 }
 
-void Communicator::take_answer(int peer, const PeerStatus& theirs) {
+void Liveness::take_answer(int peer, const PeerStatus& theirs) {
   std::lock_guard lock(mutex_);
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.answer = theirs;
@@ -437,7 +594,7 @@ void Communicator::take_answer(int peer, const PeerStatus& theirs) {
   p.is_unread = true;
 }
 
-void Communicator::compare_answer(int peer) {
+void Liveness::compare_answer(int peer) {
   std::optional<PeerStatus> answer;
   {
     std::lock_guard lock(mutex_);
@@ -450,7 +607,7 @@ void Communicator::compare_answer(int peer) {
 
 // ---- the verdict
 
-Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) const {
+Verdict Liveness::judge(int peer, TimePoint since, double allowed_seconds) const {
   const auto now = Deadline::Clock::now();
   std::optional<PeerStatus> theirs;
   ChainEnd silent;
@@ -472,23 +629,24 @@ Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) c
   return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
 }
 
-// A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
-// and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
-Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
+// A connection is silent. If others hear from the rank at its far end, it is the connection; if no rank does, the rank;
+// and if this rank hears from no rank at all, its own connection to the world. Where there are only two, no rank can
+// tell.
+Verdict Liveness::ask_others(const Verdict& verdict, double allowed_seconds, const CheckInterrupt& check_interrupt) {
   const auto now = Deadline::Clock::now();
   const auto until = now + seconds(chain_grace_seconds(allowed_seconds)) + kSilence;
   for (;;) {
     ask_about(verdict.unreachable);
-    pause();
+    pause(check_interrupt);
     const bool is_last = Deadline::Clock::now() >= until;
     if (const auto better = weigh_answers(verdict, now, is_last)) return *better;
     if (is_last) return verdict;
   }
 }
 
-// Asks everybody what it hears from the rank at the far end, and that rank whether it is there. Dials some of the
+// Asks every rank what it hears from the rank at the far end, and that rank whether it is there. Dials some of the
 // others where this rank has links to few.
-void Communicator::ask_about(int unreachable) {
+void Liveness::ask_about(int unreachable) {
   std::vector<std::pair<int, std::shared_ptr<ControlLink>>> asked;
   {
     std::lock_guard lock(mutex_);
@@ -511,7 +669,7 @@ void Communicator::ask_about(int unreachable) {
 
 // To be called again and again while a peer is suspected: the verdict, once the others have answered or had `limit` to.
 // `suspicion` is what this rank knows by itself.
-std::optional<Verdict> Communicator::inquire(int peer, nanoseconds limit, const Verdict& suspicion) {
+std::optional<Verdict> Liveness::inquire(int peer, nanoseconds limit, const Verdict& suspicion) {
   const auto now = Deadline::Clock::now();
   Doubt doubt;
   {
@@ -530,14 +688,14 @@ std::optional<Verdict> Communicator::inquire(int peer, nanoseconds limit, const 
 
 // On the reactor thread, at every tick while nothing arrives from a peer: whether or not anybody waits for it here, who
 // is silent for so long has to do with a failure.
-void Communicator::doubt(int peer, const ProcessLink::Silence& silence) {
+void Liveness::doubt(int peer, const ProcessLink::Silence& silence) {
   if (is_poisoned()) return;
   ChainEnd end;
   end.rank = ranks_.job_rank(peer);
   end.witness = ranks_.job_rank(ranks_.rank);
   end.state = silence.reaches_host ? ChainEnd::kDoesNotAnswer : ChainEnd::kUnreachable;
   const auto verdict = inquire(peer, inquiry_length(silence.lasts), judge_end(ranks_, end));
-  if (!verdict) return;
+  if (!verdict || !silence.is_over) return;
   poison(Error(ErrorKind::kTransport,
                "nothing has come from rank " + std::to_string(peer) + " for " +
                    seconds_text(std::chrono::duration<double>(silence.lasts).count()) + ": " + verdict->what +
@@ -545,7 +703,7 @@ void Communicator::doubt(int peer, const ProcessLink::Silence& silence) {
                verdict->culprit, std::string(operation_name(status().operation.kind))));
 }
 
-void Communicator::doubt_unlinked(int peer, nanoseconds silence, const std::string& what) {
+void Liveness::doubt_unlinked(int peer, nanoseconds silence, const std::string& what) {
   if (is_poisoned() || control(peer)) return;  // it may have come the other way meanwhile
   note_unreachable(peer, what, false);
   const Verdict suspicion{-1, true, what, peer, ranks_.job_rank(ranks_.rank)};
@@ -556,7 +714,7 @@ void Communicator::doubt_unlinked(int peer, nanoseconds silence, const std::stri
 }
 
 // The verdict when the others' answers make it certain, or are all that will come.
-std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const {
+std::optional<Verdict> Liveness::weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const {
   const int about = ranks_.job_rank(verdict.unreachable);
   int there = 0, silent = 0, deaf = 0, undecided = 0;
   std::string unknowing;
@@ -604,17 +762,15 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
                  verdict.what + "; nor does anybody else hear from rank " + std::to_string(verdict.unreachable)};
 }
 
-void Communicator::pause() {
+void Liveness::pause(const CheckInterrupt& check_interrupt) {
   throw_if_poisoned();
-  check_interrupt();
+  if (check_interrupt) check_interrupt();
   dial_probed();
-  const uint32_t epoch = doorbell_->prepare();
-  doorbell_->sleep(epoch, milliseconds(10));
+  const uint32_t epoch = doorbell_.prepare();
+  doorbell_.sleep(epoch, milliseconds(10));
 }
 
-void Communicator::deadline_exceeded(int peer) {
-  if (has_departed(peer)) throw_departed(peer);
-  const double allowed = deadline_->allowed_seconds();
+void Liveness::raise_late(int peer, double allowed, const CheckInterrupt& check_interrupt) {
   std::optional<Verdict> unlinked;
   bool is_silent = false;
   {
@@ -627,13 +783,15 @@ void Communicator::deadline_exceeded(int peer) {
       unlinked = {p.names_peer ? peer : -1, true, p.unreachable, is_silent ? peer : -1, ranks_.job_rank(ranks_.rank)};
     }
   }
-  if (unlinked && is_silent) unlinked = ask_others(*unlinked, allowed);
+  if (unlinked && is_silent) unlinked = ask_others(*unlinked, allowed, check_interrupt);
   if (unlinked) throw_late(unlinked->culprit, unlinked->what, allowed);
   const StatusRequest request{.hops = static_cast<uint32_t>(ranks_.size)};
-  blame(peer, allowed, [&] { request_status(peer, request); });
+  blame(
+      peer, allowed, [&] { request_status(peer, request); }, check_interrupt);
 }
 
-void Communicator::blame(int peer, double allowed_seconds, const std::function<void()>& ask_peer) {
+void Liveness::blame(int peer, double allowed_seconds, const std::function<void()>& ask_peer,
+                     const CheckInterrupt& check_interrupt) {
   const auto since = Deadline::Clock::now();
   const Deadline grace =
       Deadline::after(seconds(answer_grace_seconds(allowed_seconds) + chain_grace_seconds(allowed_seconds)));
@@ -644,14 +802,14 @@ void Communicator::blame(int peer, double allowed_seconds, const std::function<v
       ask_peer();
       next_request = Deadline::Clock::now() + kRequestInterval;
     }
-    pause();
+    pause(check_interrupt);
     verdict = judge(peer, since, allowed_seconds);
   } while (!verdict.is_final && !grace.expired());
-  if (verdict.unreachable >= 0) verdict = ask_others(verdict, allowed_seconds);
+  if (verdict.unreachable >= 0) verdict = ask_others(verdict, allowed_seconds, check_interrupt);
   throw_late(verdict.culprit, verdict.what, allowed_seconds);
 }
 
-void Communicator::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
+void Liveness::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
   Operation operation;
   {
     std::lock_guard lock(mutex_);

@@ -22,20 +22,20 @@
 
 #include <sys/types.h>
 
-#include "csrc/device/emulated/arena.h"
-#include "csrc/device/emulated/stream_queue.h"
 #include "csrc/device/runtime.h"
+#include "csrc/tests/emulated_device/arena.h"
+#include "csrc/tests/emulated_device/stream_queue.h"
 
 namespace bagua::device {
 
-// Of all devices together.
+// Counts of all devices together.
 struct EmulatedCounters {
   std::map<std::string, uint64_t> launches;  // by kernel, when launched
   uint64_t bytes_to_device = 0;              // copied, when enqueued
   uint64_t bytes_to_host = 0;
   uint64_t bytes_on_device = 0;
   uint64_t event_queries = 0;
-  // What exists now; the host's order counts, so memory that the stream has yet to release is not live.
+  // The number that exists now; the host's order counts, so memory that the stream has yet to release is not live.
   size_t live_bytes = 0;
   size_t pinned_bytes = 0;
   int num_streams = 0;  // created and not destroyed; default streams do not count

@@ -1,5 +1,5 @@
 // The emulated device's checks, and what it enqueues; see emulated_runtime.h.
-#include "csrc/device/emulated/emulated_runtime.h"
+#include "csrc/tests/emulated_device/emulated_runtime.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "csrc/device/emulated/failures.h"
+#include "csrc/tests/emulated_device/failures.h"
 
 namespace bagua::device {
 namespace {
@@ -397,7 +397,7 @@ void EmulatedRuntime::destroy_stream(Stream stream) noexcept {
   --counters_.num_streams;
 }
 
-// Those that are still busy. The lock is held, or nobody else is there.
+// Those that are still busy. The lock is held, or no other thread is there.
 std::vector<std::shared_ptr<StreamQueue>> EmulatedRuntime::destroyed_queues() const {
   std::vector<std::shared_ptr<StreamQueue>> queues;
   for (const auto& destroyed : destroyed_) {
@@ -470,7 +470,7 @@ int64_t EmulatedRuntime::elapsed_ns(Event begin, Event end) {
       fail("elapsed_ns: an event was not recorded, or its stream has not come to it");
     }
   }
-  // As precise as CUDA's.
+  // The clock is as precise as CUDA's.
   const std::chrono::duration<float, std::milli> elapsed(second->recorded->time - first->recorded->time);
   return static_cast<int64_t>(static_cast<double>(elapsed.count()) * 1e6);
 }

@@ -1,7 +1,7 @@
-// CUDA form of the saturating conversion and of its fused forms; contract: saturating_cast.h.
-#include "csrc/kernels/saturating_cast.h"
+// CUDA form of the codecs fp16 and bf16; contract: half_codec.h.
+#include "csrc/kernels/half_codec.h"
 
-#include "csrc/kernels/arithmetic/saturating_cast.h"
+#include "csrc/kernels/arithmetic/half_codec.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cuda/elementwise.h"
 #include "csrc/kernels/cuda/factor.h"
@@ -18,27 +18,27 @@ struct Values {
   float value[kCodesNumel];
 };
 
-// The codes of the values; returns how many of the first `num` were not finite. Most often none needs a clamp.
+// The codes of the values; returns how many of the first `num` are not finite. Most often none.
 template <DType kTo>
 __device__ __forceinline__ int encode(const Values& values, int num, Codes& codes) {
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kCodesNumel; ++i) largest = greater_or_nan(largest, absolute(values.value[i]));
-  if (largest <= std::bit_cast<float>(largest_of(kTo))) {
+  if (largest < std::bit_cast<float>(overflow_of(kTo))) {
     narrow_numbers<kTo>(values.value, codes);
     return 0;
   }
   int num_nonfinite = 0;
 #pragma unroll
   for (int i = 0; i < kCodesNumel; ++i) {
-    num_nonfinite += i < num && is_nonfinite(values.value[i]);
-    codes.element[i] = Floating<kTo>::narrow(clamp_finite(values.value[i], largest_of(kTo)));
+    num_nonfinite += i < num && narrows_to_nonfinite(values.value[i], overflow_of(kTo));
+    codes.element[i] = Floating<kTo>::narrow(with_canonical_nan(values.value[i]));
   }
   return num_nonfinite;
 }
 
 template <DType kFrom, DType kTo>
-struct SaturatingCast {
+struct HalfEncode {
   static constexpr int kNumel = kCodesNumel;
   static constexpr bool kCounts = true;
   using Loaded = Values;
@@ -58,7 +58,7 @@ struct SaturatingCast {
   }
 };
 
-// Of totals that hold the residual.
+// Stores the codes of totals that hold the residual.
 template <DType kTo>
 __device__ __forceinline__ int store_totals(const Values& totals, const Residual& residual, size_t first, int num,
                                             uint16_t* destination) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ int store_totals(const Values& totals, const Residual
 }
 
 template <DType kFrom, DType kTo>
-struct WithResidual {
+struct HalfEncodeWithResidual {
   static constexpr int kNumel = kCodesNumel;
   static constexpr bool kCounts = true;
   using Loaded = Values;
@@ -95,7 +95,7 @@ struct WithResidual {
 };
 
 template <DType kTo>
-struct ReduceSaturating {
+struct HalfReduceEncode {
   static constexpr int kNumel = kCodesNumel;
   static constexpr bool kCounts = true;
   using Loaded = Values;
@@ -140,38 +140,49 @@ void for_half_type(DType dtype, Body body) {
   body(std::integral_constant<DType, DType::kBF16>{});
 }
 
+constexpr const char* kHalfName = "half";
+
+void half_encode(int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng,
+                 uint64_t* num_nonfinite, Stream stream) {
+  auto* codes = reinterpret_cast<uint16_t*>(bytes);  // at any alignment: cuda/memory.h
+  for_float_type(dtype, [=](auto from) {
+    for_half_type(static_cast<DType>(option), [=](auto to) {
+      using Of = HalfEncode<decltype(from)::value, decltype(to)::value>;
+      launch_elementwise(kHalfName, stream, Of{source, codes, num_nonfinite}, numel);
+    });
+  });
+}
+
+void half_decode(int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+  cast(static_cast<DType>(option), bytes, dtype, destination, numel, stream);
+}
+
+void half_decode_add(int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+  cast_add(static_cast<DType>(option), bytes, accumulator, numel, stream);
+}
+
+void half_encode_with_residual(int option, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, CounterRng, uint64_t* num_nonfinite, Stream stream) {
+  auto* codes = reinterpret_cast<uint16_t*>(bytes);
+  for_float_type(dtype, [=, &residual](auto from) {
+    for_half_type(static_cast<DType>(option), [=, &residual](auto to) {
+      using Of = HalfEncodeWithResidual<decltype(from)::value, decltype(to)::value>;
+      launch_elementwise(kHalfName, stream, Of{source, residual, codes, num_nonfinite}, numel);
+    });
+  });
+}
+
+void half_reduce_encode(int option, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, CounterRng, uint64_t* num_nonfinite, Stream stream) {
+  auto* codes = reinterpret_cast<uint16_t*>(bytes);
+  for_half_type(static_cast<DType>(option), [=, &contributions, &residual](auto to) {
+    using Of = HalfReduceEncode<decltype(to)::value>;
+    launch_elementwise(kHalfName, stream, Of{contributions, Factor(factor), residual, codes, num_nonfinite}, numel);
+  });
+}
+
 }  // namespace
 
-void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
-                     Stream stream) {
-  auto* codes = static_cast<uint16_t*>(destination);
-  for_float_type(from, [=](auto from_type) {
-    for_half_type(to, [=](auto to_type) {
-      using Of = SaturatingCast<decltype(from_type)::value, decltype(to_type)::value>;
-      launch_elementwise("saturating_cast", stream, Of{source, codes, num_nonfinite}, numel);
-    });
-  });
-}
-
-void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
-                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
-  auto* codes = reinterpret_cast<uint16_t*>(bytes);  // at any alignment: cuda/memory.h
-  for_float_type(from, [=, &residual](auto from_type) {
-    for_half_type(to, [=, &residual](auto to_type) {
-      using Of = WithResidual<decltype(from_type)::value, decltype(to_type)::value>;
-      launch_elementwise("saturating_cast_with_residual", stream, Of{source, residual, codes, num_nonfinite}, numel);
-    });
-  });
-}
-
-void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
-                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
-  auto* codes = reinterpret_cast<uint16_t*>(bytes);
-  for_half_type(to, [=, &contributions, &residual](auto to_type) {
-    using Of = ReduceSaturating<decltype(to_type)::value>;
-    launch_elementwise("reduce_saturating_cast", stream,
-                       Of{contributions, Factor(factor), residual, codes, num_nonfinite}, numel);
-  });
-}
+const BlockKernels kHalf = {half_encode, half_decode, half_decode_add, half_encode_with_residual, half_reduce_encode};
 
 }  // namespace bagua::kernels::cuda

@@ -1,5 +1,5 @@
 // The two mappings and the blocks in them; see arena.h.
-#include "csrc/device/emulated/arena.h"
+#include "csrc/tests/emulated_device/arena.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "csrc/device/emulated/failures.h"
+#include "csrc/tests/emulated_device/failures.h"
 
 namespace bagua::device {
 namespace {
