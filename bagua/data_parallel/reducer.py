@@ -228,6 +228,8 @@ class Reducer:
                 return  # local, so the graph that create_graph=True asked for stays whole
             raise poisoned(self.group, errors.refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
+        if not is_alike and member.parameter.dtype is not member.view.dtype:
+            raise poisoned(self.group, errors.moved(member.name, self.group.rank))
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
