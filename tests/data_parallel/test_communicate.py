@@ -110,31 +110,6 @@ def test_a_generator_goes_on_at_the_same_place_on_all_ranks(pool2):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Fails(Algorithm):
-    name = "fails"
-    on: int = 1
-
-    def communicate(self, bucket, group):
-        yield group.all_reduce(bucket)
-        if group.rank == self.on and bucket.index == 2:
-            raise KeyError("on purpose")
-
-
-def _fails(rank, world_size):
-    with process_group():
-        model = _layers(rank, Fails())
-        with pytest.raises((BaguaError, KeyError)) as caught:
-            _backward(model, rank, 0)
-        return str(caught.value)
-
-
-def test_what_a_generator_raises_ends_all_ranks(pool2):
-    others, own = pool2.run(_fails)
-    assert "communicate of algorithm 'fails' raised KeyError: 'on purpose'" in others
-    assert own == "'on purpose'"
-
-
-@dataclasses.dataclass(kw_only=True)
 class Gives(Algorithm):
     name = "gives"
     what: str = "number"

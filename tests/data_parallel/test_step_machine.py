@@ -1,4 +1,4 @@
-"""The Rust step as Python drives it: a step with generators, and what it refuses."""
+"""The Rust step as Python drives it, a step with generators; the rest is tested in rust_core/tests/step.rs."""
 
 import pytest
 
@@ -77,30 +77,6 @@ def test_an_agreed_order_is_due_until_it_is_laid_out():
     decided.clear()
     run(step, yields([0, 0]), [0, 2, 1], decided)
     assert named(decided) == ["LAUNCH 0", "LAUNCH 1", "SEND_BUFFERS", "WAIT 0", "WAIT 1"]
-
-
-def test_stages():
-    step, decided = StepMachine(2, finds_unused=False), []
-    assert step.set_stage(0, launches=True)
-    assert not step.set_stage(0, launches=True)
-    assert step.set_stage(0, launches=False)
-    step.lay_out([0, 0], order=[1, 0])
-    assert run(step, yields([0]), [0, 1], decided) == StepMachine.COMPLETE
-    assert named(decided) == ["SEND_BUFFERS"]
-    assert step.set_stage(1, launches=False)
-
-
-def test_backward_that_does_not_reach_the_tensors():
-    step, decided = StepMachine(2, finds_unused=False), []
-    step.lay_out([0, 1], order=[0, 1])
-    assert run(step, yields([0, 0]), [], decided) == StepMachine.UNTOUCHED and decided == []
-    assert run(step, yields([0, 0]), [1], decided) == StepMachine.INCOMPLETE and decided == []
-    assert step.missing() == [0] and step.num_launched == 0
-    step.begin()
-    step.ready(0)
-    assert step.is_open
-    step.abort()
-    assert not step.is_open and step.next() is None
 
 
 def test_what_is_refused():
