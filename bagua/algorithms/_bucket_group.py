@@ -162,6 +162,8 @@ class BucketGroup:
         is_one_node = hierarchical and len(self.process_group.nodes.members) == 1
         if is_one_node:
             codec, spec, reason = None, None, reason or "one node"
+        elif self.size == 1 and codec is not None:  # a rank by itself encodes nothing
+            codec, spec, reason = None, None, reason or "one rank"
         reads_once = codec is not None or (bucket is not None and bucket.device.type != "cpu")
         is_direct = reads_once and not hierarchical and prepare is None and parts is None
         declaration = Declaration(
@@ -178,7 +180,7 @@ class BucketGroup:
                 parts = bucket.take_segments()
             if parts is None and codec is not None:
                 bucket.zero_padding()
-            if feedback is not None and codec is not None and self.size > 1:
+            if feedback is not None and codec is not None:
                 residuals = bucket.residuals(feedback, codec, hierarchical)
         subject = 0
         if self._now.num_forwards and not self._is_subgroup:

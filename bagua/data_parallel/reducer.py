@@ -87,7 +87,7 @@ class Reducer:
         self._is_used = bytearray(len(storage.parameters))  # since the last synchronisation, in no_sync too
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
-        self._bucket_group.checks_results = group.size > 1 and (raises_nonfinite or self.states.are_described)
+        self._bucket_group.checks_results = raises_nonfinite or self.states.are_described
         self.training = Training(self._bucket_group, tuple(optimizers))
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
@@ -228,6 +228,8 @@ class Reducer:
                 return  # local, so the graph that create_graph=True asked for stays whole
             raise poisoned(self.group, errors.refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
+        if not is_alike and member.parameter.dtype is not member.view.dtype:
+            raise poisoned(self.group, errors.moved(member.name, self.group.rank))
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
@@ -397,8 +399,6 @@ class Reducer:
             self._sums = "held" if is_sum else ""
             if self._bucket_group.checks_results:
                 self._commit()
-            elif self.states.are_described:
-                self.states.end_backward(True)  # of a single rank
         with self._algorithm("after_backward"):
             self.algorithm.after_backward(self.storage.buckets, self._bucket_group)
 

@@ -97,7 +97,6 @@ class Counter : public Reactor::Handler {
     }
     ++count;
   }
-  void on_exhausted() noexcept override {}
   std::atomic<int> count{0};
   std::atomic<bool> is_removed{false};
 

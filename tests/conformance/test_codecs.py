@@ -202,7 +202,7 @@ def test_a_replay_gives_the_same_bytes(codec):
 @every_dtype
 @every_codec
 def test_messages_can_be_cut_between_blocks(codec, dtype):
-    """The result of a block depends on the block, and with a random codec on its place, not on how much follows."""
+    """The code of a block depends on the block, and with a random codec on its place, not on the number that follow."""
     x = torch.randn(5 * BLOCK + 100, generator=torch.Generator().manual_seed(6)).to(dtype)
     encoded = codec.encode(x, key=9)
     decoded = codec.decode(encoded, x.numel(), dtype)
@@ -242,7 +242,7 @@ def test_qsgd_is_off_by_less_than_a_step(spec, num_levels):
 
 
 def _lost_and_sent(codec, x):
-    """Returns for each block: the squares of the errors, of the elements, and its elements, in float64 loops."""
+    """Yields for each block the squares of the errors, of the elements, and its elements, in float64 loops."""
     decoded = _passed_through(codec, x)
     for begin in range(0, x.numel(), BLOCK):
         block = x[begin : begin + BLOCK].double().tolist()

@@ -289,7 +289,7 @@ def _holding_one_another(y):
 
 
 class _Reentrant(torch.nn.Module):
-    """What it returns is behind a checkpoint, and a parameter before it."""
+    """Returns an output behind a checkpoint, with a parameter before it."""
 
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from tests.conformance.variants import ONE_OF_EACH, described
 from tests.distributed.worlds import SAME_TEST
 
 _FIRST, _LAST = 200, 700
-# What the memory allocator may take for itself. A leak of a single object per step is more.
+# The memory allocator may take so much for itself. A leak of a single object per step is more.
 _BYTES_PER_STEP = 250
 
 

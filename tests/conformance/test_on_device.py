@@ -33,7 +33,7 @@ def _train(group, variant, kind):
         model = make_net()
     model.to(device)
     model.again.weight = model.wide.weight  # for a device of another kind than CUDA .to() makes new parameters
-    # As QAdam is on a device.
+    # QAdam is fused on a device.
     how = {"fused": True} if bagua.algorithms.get(algorithm).optimizer_class is bagua.optim.QAdam else {}
     optimizer = make_optimizer(algorithm, model, lr=0.002, **how)
     bagua.with_bagua(model, optimizer, algorithm=algorithm, group=group, **options)
@@ -104,6 +104,6 @@ def test_over_processes(pair_on_devices, world, variants):
 
 
 def test_small_buckets_that_the_host_reduces(pair_on_devices):
-    """By default: the others of this file have everything reduced by the device."""
+    """The host reduces small ones by default; the other tests of this file have the device reduce everything."""
     env = {**shm(2).env, "BAGUA_THRESHOLDS": None}
     assert pair_on_devices.run(_train_on_both, args=(ONE_OF_EACH, True), env=env, timeout=120) == [[], []]

@@ -1,4 +1,4 @@
-"""Every registered algorithm: the ranks' models start equal; where gradients are exchanged they stay equal."""
+"""Every registered algorithm: the ranks' models start equal, and stay equal where gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -98,6 +98,26 @@ def test_parameters_buffers_and_optimizers_start_as_on_rank_0(pool2, algorithm):
     pool2.run(_start, args=(algorithm,))
 
 
+def _options_are_kept(rank, world_size):
+    """Rank 0's options are written into the dicts and tensors that are there, so what holds them still sets them."""
+    with process_group():
+        model = torch.nn.Linear(3, 1)
+        lr = torch.tensor(0.1 * (rank + 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=0.01 * (rank + 1))
+        options = optimizer.param_groups[0]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+        bagua.with_bagua(model, optimizer)
+        assert optimizer.param_groups[0] is options and options["lr"] is lr
+        assert float(lr) == pytest.approx(0.1) and options["weight_decay"] == 0.01
+        lr.fill_(0.01)  # a warm-up by hand
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+        assert schedule.optimizer.param_groups[0] is options
+
+
+def test_options_are_written_into_what_the_program_holds(pool2):
+    pool2.run(_options_are_kept)
+
+
 def _state_that_only_rank_0_has(rank, world_size):
     with process_group():
         model = make_net(seed=rank)
@@ -114,7 +134,7 @@ def test_an_optimizer_state_that_only_rank_0_has(pool2):
 
 
 def _filled_in_another_order(rank, world_size):
-    """Each rank has stepped its own parameter first: the states are alike but for the order of their keys."""
+    """Each rank steps its own parameter first: the states are alike but for the order of their keys."""
     with process_group():
         model = torch.nn.ModuleList(torch.nn.Linear(3, 3, bias=False) for _ in range(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -146,7 +166,7 @@ class InFloat32(torch.optim.Optimizer):
 
 
 def _of_another_dtype(rank, world_size, is_copied):
-    """What torch's load_state_dict casts to the parameter's dtype is not what rank 0 has."""
+    """Torch's load_state_dict casts states to the parameter's dtype, which would not be rank 0's states."""
     with process_group():
         model = torch.nn.Linear(3, 1).bfloat16()
         optimizer = InFloat32(model.parameters())
@@ -185,35 +205,6 @@ def test_an_optimizer_whose_state_dict_returns_copies(pool2):
     assert pool2.run(_copied_states) == 2 * [[[1.0], [1.0]]]
 
 
-def _buffers(rank, world_size, algorithm):
-    with process_group():
-        model = wrap(make_net(), algorithm=algorithm)
-        norm = model.norm
-        loss_of(model, batch(rank, 0)).backward()
-        own = norm.running_mean.clone()
-        model.eval()
-        model(batch(rank, 1)[0])
-        with torch.no_grad():
-            model.train()
-            model(batch(rank, 0)[0])  # statistics move on, nothing is sent
-        moved = norm.running_mean.clone()
-        assert not torch.equal(moved, own)
-        norm.num_batches_tracked.fill_(100 + rank)
-        norm.eval()  # keeps the statistics still while the forward below broadcasts them
-        with model.bagua.no_sync():
-            model(batch(rank, 1)[0])
-        assert torch.equal(norm.running_mean, moved)
-        model(batch(rank, 1)[0])
-        assert int(norm.num_batches_tracked) == 100
-        assert_equal_on_all_ranks(dict(model.named_buffers()))
-        if rank == 0:
-            assert torch.equal(norm.running_mean, moved)
-        wrap(model, algorithm=algorithm, broadcast_buffers=False)
-        norm.running_mean.fill_(float(rank))
-        model(batch(rank, 1)[0])
-        assert float(norm.running_mean[0]) == rank
-
-
 def _own_buffers(rank, world_size, algorithm, broadcast_buffers):
     with process_group():
         model = make_net()
@@ -234,11 +225,6 @@ def test_buffers_are_each_ranks_own_where_weights_are_exchanged(pool2, algorithm
     else:
         with pytest.raises(InvalidArgument, match="broadcast_buffers=True makes the ranks wait"):
             pool2.run(_own_buffers, args=(algorithm, True))
-
-
-@of_gradients
-def test_buffers_follow_rank_0_in_training_forwards(pool2, algorithm):
-    pool2.run(_buffers, args=(algorithm,))
 
 
 def _switch(rank, world_size):

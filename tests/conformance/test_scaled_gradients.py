@@ -1,31 +1,31 @@
-"""Every registered algorithm under AMP's GradScaler, and NaN or Inf without it."""
+"""Every algorithm under a GradScaler: bagua.amp's, which skips on all ranks together and rescales residuals."""
 
 from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
 
 import bagua
-from bagua.errors import InvalidArgument
+from bagua import ReduceOp
+from bagua.algorithms import Algorithm, ParameterState
 from tests.conformance.training import (
     ALGORITHMS,
     OF_GRADIENTS,
+    OF_WEIGHTS,
     assert_equal_on_all_ranks,
     batch,
-    grads_of,
     loss_of,
     make_net,
     make_optimizer,
     process_group,
-    slow_but,
-    wrap,
 )
 from tests.distributed.worlds import in_turns
 
 IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
-in_lockstep = pytest.mark.parametrize("algorithm", IN_LOCKSTEP)
-OF_CODECS = [name for name in OF_GRADIENTS if bagua.algorithms.get(name).refuses_nonfinite]
-of_gradients = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 
 
 def _poisoned_loss(model, rank, step, value):
@@ -35,259 +35,97 @@ def _poisoned_loss(model, rank, step, value):
 
 
 def _scaler(rank, world_size, algorithm, fused, unscale):
+    """A fused optimizer skips by itself, in a step like any other; then weights that are exchanged may move."""
     with process_group():
         model = make_net()
         optimizer = make_optimizer(algorithm, model, torch.optim.AdamW, fused=fused)
         model = bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scaler = bagua.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         for step in range(4):
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             optimizer.zero_grad()
-            bad = step in (1, 2)
-            scaler.scale(
-                _poisoned_loss(model, rank, step, float("inf" if step == 1 else "nan") if bad else 0.0)
-            ).backward()
+            bad = {1: float("inf"), 2: float("nan")}.get(step, 0.0)
+            scaler.scale(_poisoned_loss(model, rank, step, bad)).backward()
             if unscale:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
             is_unchanged = all(torch.equal(before[name], p) for name, p in model.named_parameters())
-            assert is_unchanged == bad
-            if algorithm in OF_GRADIENTS:
+            assert is_unchanged == (bad != 0.0) or (fused and algorithm in OF_WEIGHTS)
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+            if algorithm not in OF_WEIGHTS:
                 assert_equal_on_all_ranks(dict(model.named_parameters()))
         assert scaler.get_scale() == 256.0
 
 
-@in_turns("algorithm, how", IN_LOCKSTEP, ["unscale", "fused"])
-def test_all_ranks_skip_the_step_that_a_scaler_skips(pool2, algorithm, how):
+@in_turns("algorithm, how", IN_LOCKSTEP, ["unscale", "fused", "plain"])
+def test_all_ranks_skip_the_step_that_one_would_skip(pool2, algorithm, how):
     pool2.run(_scaler, args=(algorithm, how == "fused", how == "unscale"))
 
 
-def _refused(rank, world_size, algorithm, value):
+def _as_torchs(rank, world_size, algorithm):
     with process_group():
-        model = make_net()
-        mine = make_optimizer(algorithm, model)
-        model = bagua.with_bagua(model, mine, algorithm=algorithm)
-        for _ in range(2):
-            before = {name: p.detach().clone() for name, p in model.named_parameters()}
-            mine.zero_grad()
-            _poisoned_loss(model, rank, 0, value).backward()
-            if algorithm not in OF_CODECS:  # as plain PyTorch: NaN goes into the weights
-                mine.step()
-                assert not model.wide.weight.isfinite().all()
-                return "plain"
-            # QAdam is in its warm-up, and PowerSGD sends factors.
-            under = "" if algorithm in ("qadam", "powersgd") else "under codec"
-            with pytest.raises(InvalidArgument, match=rf"NaN or Inf.*bucket \d+ \(.*wide\.weight.*{under}") as caught:
-                mine.step()
-            assert caught.value.bucket.startswith("bucket ")
-            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-            mine.zero_grad()  # the ranks go on
-            loss_of(model, batch(rank, 1)).backward()
-            mine.step()
-            assert_equal_on_all_ranks(dict(model.named_parameters()))
-        return "refused"
+        found, sent = [], []
+        for kind in (bagua.amp.GradScaler, torch.amp.GradScaler):
+            model = make_net()
+            optimizer = make_optimizer(algorithm, model)
+            bagua.with_bagua(model, optimizer, algorithm=algorithm, check_replicas=False)
+            scaler = kind("cpu", init_scale=1024.0, growth_interval=1000)
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(_poisoned_loss(model, rank, step, float("inf") if step == 0 else 0.0)).backward()
+                before = bagua.get_default_group().bytes_sent
+                scaler.step(optimizer)
+                sent.append(bagua.get_default_group().bytes_sent - before)
+                scaler.update()
+            found.append([p.detach().clone() for p in model.parameters()] + [torch.tensor(scaler.get_scale())])
+            model.bagua.remove()
+        assert all(map(torch.equal, *found))
+        assert sent == [0] * 8
 
 
-def _overflow(rank, world_size):
-    """Every rank's float16 gradients are finite; what is decoded of their sum is not."""
-    with process_group():
-        model = torch.nn.Linear(64, 256, bias=False).half()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        bagua.with_bagua(model, optimizer, algorithm="bytegrad", average=False, min_compressed_bytes=0)
-        before = model.weight.detach().clone()
-        factor = torch.full((256, 64), 100.0)
-        factor[3, 5] = 60_000.0
-        (model.weight * factor.half()).sum().backward()
-        with pytest.raises(InvalidArgument, match="NaN or Inf"):
-            optimizer.step()
-        assert torch.equal(model.weight, before)
+@pytest.mark.parametrize("algorithm", OF_GRADIENTS)
+def test_gradients_of_all_ranks_need_no_message(pool2, algorithm):
+    """The scale changes once, before anything is remembered, so torch's scaler does the same."""
+    pool2.run(_as_torchs, args=(algorithm,))
 
 
-def test_sums_that_overflow_float16_are_noticed(pool2):
-    pool2.run(_overflow)
-
-
-@in_turns("algorithm, value", OF_GRADIENTS, [float("nan"), float("inf")])
-def test_a_step_with_nan_under_a_codec_is_refused_on_all_ranks(pool2, algorithm, value):
-    assert pool2.run(_refused, args=(algorithm, value)) == ["refused" if algorithm in OF_CODECS else "plain"] * 2
-
-
-class Tiny(torch.nn.Module):
-    """Of ``num`` rows, and a bias."""
-
-    def __init__(self, num, dtype):
-        super().__init__()
-        self.part = torch.nn.Linear(16, num, dtype=dtype)
-
-    def forward(self, x):
-        return self.part(x.to(self.part.weight.dtype)).float().sum(1)
-
-
-# A model of which nothing is encoded: too small; on one node; of a type that codecs do not know; of biases.
-UNCODED = {
-    "small": (4, torch.float32, {}),
-    "one node": (2048, torch.float32, {"hierarchical": True}),
-    "float64": (2048, torch.float64, {}),
-    "half": (4, torch.bfloat16, {}),
-}
-
-
-def _refused_uncoded(rank, world_size, algorithm, name, bad):
-    num, dtype, options = UNCODED[name]
+def _of_another(rank, world_size, algorithm):
+    """An optimizer also steps a parameter that the model has not: its Inf skips the step of all ranks too."""
     with process_group():
         torch.manual_seed(0)
-        model = Tiny(num, dtype)
-        optimizer = make_optimizer(algorithm, model)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm, **options)
-        assert all(bucket.declaration.codec is None for bucket in model.bagua.buckets)
-        x, y = batch(rank, 0)
+        model, foreign = torch.nn.Linear(16, 1), torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([*model.parameters(), foreign], lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        scaler = bagua.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
-            before = [p.detach().clone() for p in model.parameters()]
+            x, y = batch(rank, step)
             optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
-            if rank == 1 and step:
-                loss = loss + float("inf") * model.get_parameter(bad).reshape(-1)[-1].float()
-            loss.backward()
-            if not step:
-                optimizer.step()
-                assert not all(map(torch.equal, before, model.parameters()))
-                continue
-            with pytest.raises(InvalidArgument, match=rf"NaN or Inf.*bucket \d+ \(.*{bad}"):
-                optimizer.step()
-            assert all(map(torch.equal, before, model.parameters()))
-        bagua.barrier()  # the group is whole
-
-
-@pytest.mark.parametrize("bad", slow_but(["part.weight", "part.bias"], "part.weight"))
-@pytest.mark.parametrize("name", UNCODED)
-@pytest.mark.parametrize("algorithm", slow_but(OF_CODECS, "bytegrad"))
-def test_nan_where_nothing_is_encoded(pool2, algorithm, name, bad):
-    pool2.run(_refused_uncoded, args=(algorithm, name, bad))
-
-
-def _refused_weights(rank, world_size, in_closure):
-    """Where weights are exchanged the ranks ask one another at the end of backward."""
-    with process_group():
-        model = make_net()
-        optimizer = make_optimizer("low_precision_decentralized", model)
-        bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
-        for step in range(4):
-            before = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-            def closure(step=step):
-                optimizer.zero_grad()
-                loss = _poisoned_loss(model, rank, step, float("nan") if step % 2 else 0.0)
-                loss.backward()
-                return loss
-
-            if not in_closure:
-                closure()
-            if step % 2 == 0:
-                optimizer.step(*[closure] * in_closure)
-                continue
-            with pytest.raises(InvalidArgument, match="NaN or Inf on some rank.*'low_precision_decentralized'"):
-                optimizer.step(*[closure] * in_closure)
-            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+            before = model.weight.detach().clone()
+            extra = (foreign * (float("inf") if step == 1 and rank == 0 else 1.0)).sum()
+            scaler.scale((model(x).squeeze(1) - y).square().mean() + extra).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(model.weight, before) == (step == 1)
         bagua.barrier()
 
 
-@pytest.mark.parametrize("in_closure", [False, True])
-def test_nan_where_weights_are_encoded(pool2, in_closure):
-    pool2.run(_refused_weights, args=(in_closure,))
-
-
-def _refused_bias(rank, world_size, algorithm):
-    """Of a bias, which travels at full precision."""
-    with process_group():
-        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        codecs = {name: b.declaration.codec for b in model.bagua.buckets for name in b.names}
-        assert codecs["1.bias"] is None and codecs["0.weight"] is not None
-        if rank == 1:
-            model[1].bias.register_hook(lambda grad: grad * float("nan"))
-        for _ in range(2):
-            before = [p.detach().clone() for p in model.parameters()]
-            optimizer.zero_grad()
-            model(torch.randn(2, 64)).sum().backward()
-            with pytest.raises(InvalidArgument, match=r"NaN or Inf.*bucket \d+ \(.*1\.bias.*\)\. No rank"):
-                optimizer.step()
-            assert all(map(torch.equal, before, model.parameters()))
-
-
-@pytest.mark.parametrize("algorithm", ["bytegrad", "qsgd"])
-def test_nan_in_what_travels_at_full_precision_beside_a_codec(pool2, algorithm):
-    pool2.run(_refused_bias, args=(algorithm,))
-
-
-def _other_places(rank, world_size, algorithm):
-    with process_group():
-        model = wrap(make_net(), algorithm=algorithm)
-        if not any(bucket.declaration.codec for bucket in model.bagua.buckets):
-            return
-        with pytest.raises(InvalidArgument, match="pass the optimizer to with_bagua"):  # nobody else would tell
-            _poisoned_loss(model, rank, 0, float("nan")).backward()
-        model.zero_grad()
-        loss_of(model, batch(rank, 0)).backward()
-        assert_equal_on_all_ranks(grads_of(model))
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        before = model.scale.detach().clone()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = _poisoned_loss(model, rank, 0, float("nan"))
-            loss.backward()
-            return loss
-
-        with pytest.raises(InvalidArgument, match="NaN or Inf"):
-            optimizer.step(closure)
-        assert torch.equal(before, model.scale)
-        bystander = torch.optim.SGD([model.scale], lr=0.01)  # steps no parameter that is NaN
-        bagua.with_bagua(model, [bystander, optimizer], algorithm=algorithm)
-        _poisoned_loss(model, rank, 0, float("nan")).backward()
-        bystander.step()
-        with pytest.raises(InvalidArgument, match="NaN or Inf"):
-            optimizer.step()
-
-
-def _one_optimizer_not_passed(rank, world_size, algorithm):
-    with process_group():
-        model = make_net()
-        others = [p for p in model.parameters() if p.requires_grad and p is not model.scale]
-        if bagua.algorithms.get(algorithm).optimizer_class is not torch.optim.Optimizer:
-            return
-        bagua.with_bagua(model, torch.optim.SGD([model.scale], lr=0.01), algorithm=algorithm)
-        if not any(bucket.declaration.codec for bucket in model.bagua.buckets):
-            return
-        forgotten = torch.optim.SGD(others, lr=0.01)
-        with pytest.raises(InvalidArgument, match="NaN or Inf.*pass the optimizer to with_bagua"):
-            _poisoned_loss(model, rank, 0, float("inf")).backward()
-            forgotten.step()
-        assert all(bool(p.isfinite().all()) for p in others)
-
-
-@of_gradients
-def test_nan_in_parameters_of_an_optimizer_that_was_not_passed(pool2, algorithm):
-    pool2.run(_one_optimizer_not_passed, args=(algorithm,))
-
-
-@of_gradients
-def test_nan_without_an_optimizer_and_in_a_closure(pool2, algorithm):
-    pool2.run(_other_places, args=(algorithm,))
+@pytest.mark.parametrize("algorithm", [name for name in IN_LOCKSTEP if name in OF_WEIGHTS] + ["gradient_allreduce"])
+def test_a_parameter_of_no_wrapped_model_counts_too(pool2, algorithm):
+    pool2.run(_of_another, args=(algorithm,))
 
 
 def _hooks_of_an_algorithm(rank, world_size, algorithm):
     with process_group():
         calls = []
         model = make_net()
-        optimizer = make_optimizer(algorithm, model, torch.optim.AdamW, fused=True)
+        optimizer = make_optimizer(algorithm, model)
         model = bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        for name in ("before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step"):
+        of_step = ["before_optimizer_step", "after_optimizer_step"]
+        for name in ("before_forward", "after_backward", *of_step):
             setattr(model.bagua.algorithm, name, lambda *args, name=name: calls.append(name))
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = bagua.amp.GradScaler("cpu", init_scale=4.0)
         with model.bagua.no_sync():
             scaler.scale(loss_of(model, batch(rank, 0))).backward()
         assert calls == []
@@ -295,13 +133,142 @@ def _hooks_of_an_algorithm(rank, world_size, algorithm):
         assert calls == ["before_forward", "after_backward"]
         scaler.step(optimizer)
         scaler.update()
-        assert calls[2:] == ["before_optimizer_step", "after_optimizer_step"]
+        assert calls[2:] == (of_step if algorithm in OF_WEIGHTS else [])
+        del calls[2:]
         optimizer.zero_grad()
         scaler.scale(_poisoned_loss(model, rank, 0, float("inf"))).backward()
         scaler.step(optimizer)
-        assert calls[4:] == ["before_forward", "after_backward"]  # a skipped step is none
+        assert calls[2:] == ["before_forward", "after_backward"]  # a skipped step is none
 
 
-@in_lockstep
+@pytest.mark.parametrize("algorithm", IN_LOCKSTEP)
 def test_hooks_are_called_in_order_and_not_for_skipped_steps(pool2, algorithm):
     pool2.run(_hooks_of_an_algorithm, args=(algorithm,))
+
+
+# ---- residuals follow the scale
+
+
+@dataclasses.dataclass(kw_only=True)
+class Delays(Algorithm):
+    """Sends half of the gradients in each step and keeps the rest, and each parameter's mean, in states of its own."""
+
+    name: ClassVar[str] = "delays"
+
+    def parameter_state(self):
+        return {
+            "kept": ParameterState(is_scaled=True),
+            "mean": ParameterState(shape=lambda _: (1,), is_scaled=True),
+            "steps": ParameterState(shape=lambda _: (1,)),
+        }
+
+    def communicate(self, bucket, group):
+        kept = bucket.state("kept")
+        bucket.flat.add_(kept).mul_(0.5)
+        kept.copy_(bucket.flat)
+        for member in bucket.members:
+            mean = bucket.state("mean", member)
+            member.view.add_(mean)
+            mean.copy_(member.view[0].sum() / 64)
+            bucket.state("steps", member).add_(1)
+        return group.all_reduce(bucket, ReduceOp.AVG)
+
+
+REMEMBERING = {
+    "onebit": ("bytegrad", {"codec": "onebit", "error_feedback": True, "min_compressed_bytes": 0}),
+    "minmax": ("bytegrad", {"error_feedback": True, "min_compressed_bytes": 0}),
+    "bfloat16": ("bytegrad", {"error_feedback": True, "state_dtype": "bfloat16", "min_compressed_bytes": 0}),
+    "qsgd": ("qsgd", {"bits": 4, "error_feedback": True, "min_compressed_bytes": 0}),
+    "powersgd": ("powersgd", {"rank": 1}),
+    "qadam": ("qadam", {"min_compressed_bytes": 0}),
+    "qadam_onebit": ("qadam", {"codec": "onebit", "min_compressed_bytes": 0}),
+    "own": (Delays(), {}),
+}
+remembering = pytest.mark.parametrize("name", REMEMBERING)
+NUM_STEPS = 10
+
+
+class Run:
+    """A model under one of them, and a GradScaler or None."""
+
+    def __init__(self, name, scaler=None):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
+        algorithm, options = REMEMBERING[name]
+        if algorithm == "qadam":
+            self.optimizer = bagua.optim.QAdam(self.model.parameters(), lr=1e-2, warmup_steps=3)
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        bagua.with_bagua(self.model, self.optimizer, algorithm=copy.copy(algorithm), **options)
+        self.scaler = scaler
+
+    def step(self, rank, index, overflows=False):
+        self.optimizer.zero_grad()
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + index))
+        loss = self.model(x).square().sum() * (float("inf") if overflows else 1)
+        scaler = self.scaler if self.scaler is not None else torch.amp.GradScaler("cpu", enabled=False)
+        scaler.scale(loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def weights(self):
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def parts(self):
+        return self.model, self.optimizer, self.model.bagua, self.scaler
+
+
+def scaler_of(scale):
+    """Returns one whose scale is halved by an overflow and doubled after each two good steps."""
+    return bagua.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+
+
+def _follows(rank, world_size, name, falls):
+    with process_group():
+        run, plain = Run(name, scaler_of(2.0**12)), Run(name)
+        scales = set()
+        for index in range(NUM_STEPS):
+            if falls and index in (0, 4, 5, 8):
+                before = run.weights()
+                run.step(rank, 99, overflows=True)
+                assert all(map(torch.equal, run.weights(), before))
+            run.step(rank, index)
+            plain.step(rank, index)
+            assert all(map(torch.equal, run.weights(), plain.weights())), index
+            scales.add(run.scaler.get_scale())
+        assert len(scales) > 2 and (min(scales) < 2.0**12) == falls
+        if name == "own":
+            counts = run.model.bagua.state_dict()["parameters"]["states"]["steps"]["parameters"].values()
+            assert [float(count) for count in counts] == [NUM_STEPS] * 4
+
+
+@remembering
+def test_a_scale_that_grows_changes_no_bit(pool2, name):
+    pool2.run(_follows, args=[name, False])
+
+
+@pytest.mark.parametrize("name", [name for name in REMEMBERING if name != "qsgd"])  # which draws for a skipped step too
+def test_a_scale_that_falls_changes_no_bit(pool2, name):
+    pool2.run(_follows, args=[name, True])
+
+
+def _resumes(rank, world_size, name):
+    with process_group():
+        whole = Run(name, scaler_of(2.0**10))
+        states = []
+        for index in range(NUM_STEPS):
+            states.append([copy.deepcopy(part.state_dict()) for part in whole.parts()])
+            whole.step(rank, index)
+        for cut in (1, 4, 5, 6):  # the scale has just doubled, or is about to
+            resumed = Run(name, scaler_of(1.0))
+            resumed.step(rank, 50)  # at another scale
+            for part, state in zip(resumed.parts(), states[cut], strict=True):
+                part.load_state_dict(copy.deepcopy(state))
+            for index in range(cut, NUM_STEPS):
+                resumed.step(rank, index)
+            assert all(map(torch.equal, resumed.weights(), whole.weights())), cut
+
+
+@remembering
+def test_a_run_resumes_at_any_scale(pool2, name):
+    pool2.run(_resumes, args=[name])

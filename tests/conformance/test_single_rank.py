@@ -57,7 +57,7 @@ def _train(model, make_optimizer, wrap, set_to_none):
 
 @functools.cache
 def _plain(name, set_to_none):
-    """Of torch alone, once in the life of a rank; not to be changed."""
+    """Returns the weights of torch alone, computed once in the life of a rank; not to be changed."""
     return _train(make_net(), OPTIMIZERS[name], lambda model, _: model, set_to_none)
 
 

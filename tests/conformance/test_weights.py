@@ -1,4 +1,4 @@
-"""Every algorithm that exchanges weights: what it does to gradients (nothing), and when it communicates."""
+"""Every algorithm that exchanges weights: it leaves gradients alone, and communicates around the optimizer's step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.conformance.training import (
     plain_grads,
     process_group,
 )
+from tests.meeting import meet
 
 pytestmark = pytest.mark.parametrize("algorithm", OF_WEIGHTS)
 
@@ -33,7 +34,7 @@ def _wrap(algorithm, model, optimizers=None, **options):
 
 
 def _num_exchanges(model):
-    """Of bucket 0."""
+    """Returns the number of exchanges of bucket 0."""
     spans = model.bagua.timeline().spans
     return sum(span.kind == "operation" and span.label == "bucket 0" for span in spans)
 
@@ -65,7 +66,7 @@ def _once_per_step(rank, world_size, algorithm):
             expected = {name: torch.zeros_like(p) for name, p in trained.items()}
 
             def backward(loss, trained=trained, expected=expected):
-                """And what it adds to the gradients, without bagua's hooks."""
+                """Runs backward, and computes without bagua's hooks what it adds to the gradients."""
                 alone = torch.autograd.grad(loss, list(trained.values()), retain_graph=True)
                 for total, grad in zip(expected.values(), alone, strict=True):
                     total += grad
@@ -122,7 +123,7 @@ def _accumulation(rank, world_size, algorithm):
                     model.bagua.resume()
             results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
             model.bagua.remove()
-        # What is rounded for the others may fall on the other side of half a code: a 255th of what a weight moves.
+        # A value that is rounded for the others may fall on the other side of half a code: a 255th of a weight's move.
         tolerance = 1e-5 if algorithm != "low_precision_decentralized" else 3e-3
         torch.testing.assert_close(results[0], results[1], rtol=0, atol=tolerance)
         assert float((results[0] - 0.1).abs().max()) > 0.1
@@ -284,28 +285,87 @@ def test_ranks_may_evaluate_a_closure_differently_often(pool2, algorithm):
     pool2.run(_closures_of_local_gradients, args=(algorithm,))
 
 
-def _parameters_of_others(rank, world_size, algorithm):
-    """An optimizer also steps a parameter that the model has not: its Inf skips the step of all ranks too."""
+def _with_a_closure(rank, world_size, algorithm):
+    """Weights are those without one, but under decentralized, which averages before the closure: x <- p - lr g(p)."""
     with process_group():
+        found = []
+        for with_closure in (False, True):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(16, 1)
+            _, optimizer = _wrap(algorithm, model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(3):
+                if not with_closure:
+                    loss_of(model, batch(rank, step)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    continue
+
+                def closure(model=model, optimizer=optimizer, step=step):
+                    optimizer.zero_grad()
+                    loss = loss_of(model, batch(rank, step))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+            model.bagua.remove()
+        if algorithm != "decentralized":
+            assert torch.equal(*found)
+            return
         torch.manual_seed(0)
-        model, foreign = torch.nn.Linear(16, 1), torch.nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.SGD([*model.parameters(), foreign], lr=0.01)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        alone = torch.nn.Linear(16, 1)
+        weights = [torch.cat([p.detach().reshape(-1) for p in alone.parameters()]) for _ in range(world_size)]
         for step in range(3):
-            x, y = batch(rank, step)
-            optimizer.zero_grad()
-            before = model.weight.detach().clone()
-            is_bad = step == 1 and rank == 0
-            extra = (foreign * (float("inf") if is_bad else 1.0)).sum()
-            scaler.scale((model(x).squeeze(1) - y).square().mean() + extra).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert torch.equal(model.weight, before) == (step == 1)
-        bagua.barrier()
+            torch.nn.utils.vector_to_parameters(sum(weights) / world_size, alone.parameters())
+            mean, gradients = sum(weights) / world_size, [plain_grads(alone, batch(r, step)) for r in range(world_size)]
+            weights = [mean - 0.1 * torch.cat([of["weight"].reshape(-1), of["bias"]]) for of in gradients]
+        torch.testing.assert_close(found[1], weights[rank])
 
 
-def test_skipped_steps_look_at_all_that_the_optimizer_steps(pool2, algorithm):
+def test_a_closure_that_is_evaluated_once(pool2, algorithm):
     if not bagua.algorithms.get(algorithm).is_lockstep:
-        pytest.skip("each rank skips the steps of its own GradScaler only")
-    pool2.run(_parameters_of_others, args=(algorithm,))
+        pytest.skip("its weights depend on time")
+    pool2.run(_with_a_closure, args=(algorithm,))
+
+
+def _made_anew(rank, world_size, algorithm):
+    """An optimizer that with_bagua does not know steps: the next forward names the one that it knows."""
+    with process_group():
+        model, optimizer = _wrap(algorithm, make_net())
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, 0)).backward()
+            optimizer.step()
+            with torch.no_grad():  # weights may change between two forwards with a step in between
+                model.scale.mul_(1.0)
+            if number == 0:
+                loss_of(model, batch(rank, 1)).backward()  # and two forwards follow one another without one
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
+        loss_of(model, batch(rank, 1)).backward()
+        meet()
+        optimizer.step()
+        with pytest.raises(BaguaError, match=rf"weights of optimizers\[0\] \(SGD\) have changed.*'{algorithm}'.*again"):
+            for _ in range(2):
+                model(batch(rank, 2)[0])
+
+
+def test_an_optimizer_made_anew_is_named_at_the_next_forward(pool2, algorithm):
+    pool2.run(_made_anew, args=(algorithm,))
+
+
+def _hooks_are_public(rank, world_size, algorithm):
+    """No hook is on other optimizers, and ``remove`` takes the last one away."""
+    with process_group():
+        model, optimizer = _wrap(algorithm, make_net())
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        assert [len(each) for each in hooks] == [1, 1]
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        assert [len(each) for each in hooks] == [1, 1]
+        model.bagua.remove()
+        assert [len(each) for each in hooks] == [0, 0]
+        bagua.with_bagua(model, optimizer)
+        assert [len(each) for each in hooks] == [0, 0]
+
+
+def test_it_works_in_the_public_hooks_of_its_optimizers(pool2, algorithm):
+    pool2.run(_hooks_are_public, args=(algorithm,))

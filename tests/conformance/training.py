@@ -1,4 +1,4 @@
-"""What the conformance tests share: a model with every kind of parameter, its data, and the oracle in plain loops."""
+"""The model of the conformance tests, with every kind of parameter; its data, and the oracle in plain loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import bagua
 from tests.distributed.worlds import SAME_TEST
 
 TIMEOUT_S = 15.0
-# Of this package; asking those of others would import them.
+# Only those of this package: to ask for others would import them.
 ALGORITHMS = [name for name in bagua.algorithms.available() if importlib.util.find_spec(f"bagua.algorithms.{name}")]
 # Each rank imports this file, and each question goes through all installed packages.
 _EXCHANGES = {name: bagua.algorithms.get(name).exchanges for name in ALGORITHMS}

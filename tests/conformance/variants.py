@@ -22,6 +22,6 @@ ONE_OF_EACH = list(dict(VARIANTS).items())
 
 
 def described(variant: Any) -> str:
-    """For the names of tests."""
+    """Returns the name of a variant in tests."""
     name, options = variant
     return name + "".join(f"-{key}={value}" for key, value in options.items())

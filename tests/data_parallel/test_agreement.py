@@ -1,11 +1,17 @@
-"""Ranks that wrap different things: every rank raises, with both sides, and the group lives on."""
+"""Wraps that are refused, on any rank: every rank raises, with both sides, and the group lives on."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 import bagua
+from bagua.algorithms import Algorithm
 from bagua.distributed.consensus import agree
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import process_group
@@ -47,7 +53,7 @@ def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# What rank 1 does differently from with_bagua(_linear(), algorithm="bytegrad"), and what every rank must read.
+# The difference of rank 1 from with_bagua(_linear(), algorithm="bytegrad"), and the message on every rank.
 DIFFERENCES = {
     "shape": (lambda: _linear(5), {}, r"parameter 'weight'.*rank 0 has \(2, 4\).*rank 1 has \(2, 5\)"),
     "dtype": (lambda: _linear(dtype=torch.float64), {}, "parameter 'weight'.*float32.*rank 1 has.*float64"),
@@ -115,6 +121,11 @@ DIFFERENCES = {
         {},
         r"the model is of type SGD, expected .*: with_bagua\(model, optimizers\)",
     ),
+    "nonfinite": (
+        _linear,
+        {"nonfinite": "stop"},
+        """nonfinite is 'stop', expected "pass" or "raise\"""",
+    ),
     "foreign": (
         _linear,
         {"optimizers": lambda _: _sgd(_linear())},
@@ -142,15 +153,13 @@ def _disagree(rank, world_size):
 
 def test_every_rank_names_the_difference(pool2):
     first, second = pool2.run(_disagree)
-    import re
-
     for name, (_, _, pattern) in DIFFERENCES.items():
         for message in (first[name], second[name]):
             assert re.search(pattern, message), f"{name}: {message}"
 
 
 def _groups(*groups, kind=torch.optim.SGD, lr=0.1):
-    """An optimizer of parameters of the model, by name, and of others, by their sizes."""
+    """Returns a function that makes an optimizer of parameters of a model, by name, and of others."""
 
     def make(model):
         own = dict(model.named_parameters())
@@ -162,7 +171,7 @@ def _groups(*groups, kind=torch.optim.SGD, lr=0.1):
 
 
 _USUAL = _groups(["weight"], ["bias", "other"])
-# What the optimizer of rank 1 has otherwise than _USUAL, and what every rank must read.
+# The difference of rank 1's optimizer from _USUAL, and the message on every rank.
 OPTIMIZERS = {
     "class": (
         _groups(["weight"], ["bias", "other"], kind=torch.optim.Adagrad),
@@ -245,6 +254,125 @@ def _load_errors(rank, world_size):
 
 def test_states_that_do_not_fit(pool2):
     pool2.run(_load_errors)
+
+
+KINDS = {  # of tensors that no rank could write as they are, and the error
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"has layout torch.sparse_coo; .*\.to_dense\(\)"),
+    "meta": (lambda: torch.ones(3, device="meta"), r"is on meta; .*to_empty"),
+    "expanded": (lambda: torch.ones(1).expand(3), r"of shape \(3,\) is expanded.*\.clone\(\)"),
+}
+
+
+def _cannot_be_written(rank, world_size):
+    """A buffer, a frozen parameter or a state, on whichever rank; a training that is under way continues."""
+    with process_group():
+        model = _linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        bagua.with_bagua(model, optimizer)
+        for make, message in KINDS.values():
+            for ranks in ((0, 1), (0,), (1,)):
+                value = make()
+                other = _linear()
+                other.register_buffer("mask", value if rank in ranks else torch.ones(value.shape, dtype=value.dtype))
+                frozen = _linear()
+                frozen.own = torch.nn.Parameter(other.mask, requires_grad=False)
+                for refused, what in ((other, "buffer 'mask'"), (frozen, "parameter 'own'")):
+                    with pytest.raises(InvalidArgument, match=f"{what} .*{message}"):
+                        bagua.with_bagua(refused)
+                    assert not hasattr(refused, "bagua")
+                optimizer.state[model.bias]["more"] = other.mask
+                with pytest.raises(InvalidArgument, match=rf"the state 'more' of optimizers\[0\] \(SGD\) .*{message}"):
+                    bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+                del optimizer.state[model.bias]["more"]
+                model(torch.ones(2, 4) + rank).sum().backward()
+
+
+def test_tensors_that_cannot_be_written(pool2):
+    pool2.run(_cannot_be_written)
+
+
+def _synchronised_by_torch(rank, world_size):
+    """DistributedDataParallel, FSDP2's DTensors and fake tensors; before anything but the verdict travels."""
+    with process_group():
+        torch.distributed.init_process_group("gloo", timeout=bagua.get_default_group().timeout)
+        try:
+            inside = torch.nn.parallel.DistributedDataParallel(_linear())
+            spread, buffered = _linear(), _linear()
+            torch.distributed.fsdp.fully_shard(spread, mesh=init_device_mesh("cpu", (world_size,)))
+            with FakeTensorMode():
+                buffered.register_buffer("mask", torch.ones(3))
+            for model, message in (
+                (inside, "the model is torch's DistributedDataParallel.*its .module"),
+                (torch.nn.Sequential(inside), "module '0' is torch's DistributedDataParallel.*its .module"),
+                (spread, r"parameter 'weight' is a DTensor, .*\.to_local\(\)"),
+                (buffered, "buffer 'mask' is a FakeTensor"),
+                (spread if rank == 1 else _linear(), "parameter 'weight' is a DTensor"),
+            ):
+                sent = bagua.get_default_group().bytes_sent
+                with pytest.raises(InvalidArgument, match=message):
+                    bagua.with_bagua(model)
+                assert bagua.get_default_group().bytes_sent - sent < 4096
+                assert not hasattr(model, "bagua")
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_models_that_torch_synchronises(pool2):
+    pool2.run(_synchronised_by_torch)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Misspelt(Algorithm):
+    name = "misspelt"
+    exchanges = "gradient"
+
+
+@dataclasses.dataclass(kw_only=True)
+class WithoutHook(Algorithm):
+    name = "without_hook"
+    exchanges = "weights"
+
+    def after_optimiser_step(self, optimizer, buckets, group):
+        pytest.fail("it is no hook")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Misdescribed(Algorithm):
+    name = "misdescribed"
+
+    def parameter_state(self):
+        return {"total": torch.float32}
+
+    def communicate(self, bucket, group):
+        return group.all_reduce(bucket)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Staged(Algorithm):
+    name = "staged"
+
+    def stage(self):
+        return "early"
+
+
+ALGORITHMS = (
+    (Staged(), r"stage\(\) gave a str, expected a bagua.algorithms.Stage"),
+    (Misspelt(), "algorithm 'misspelt' has exchanges = 'gradient', expected 'gradients' or 'weights'"),
+    (WithoutHook(), "'without_hook' exchanges weights, but WithoutHook defines no .*define .*after_optimizer_step"),
+    (Misdescribed(), r"parameter_state\(\) describes 'total' by torch.float32, expected a ParameterState"),
+)
+
+
+def _algorithms(rank, world_size):
+    with process_group():
+        model = _linear()
+        for algorithm, message in ALGORITHMS:
+            with pytest.raises(InvalidArgument, match=message):
+                bagua.with_bagua(model, _sgd(model), algorithm=algorithm)
+
+
+def test_algorithms_that_cannot_exchange_anything(pool2):
+    pool2.run(_algorithms)
 
 
 def _equal_but_for_their_types(rank, world_size):

@@ -1,4 +1,4 @@
-"""How large buckets are by default, and fill: gradients enter a bucket, whatever their type and layout."""
+"""The default sizes of buckets, and fill: gradients enter a bucket, whatever their type and layout."""
 
 import pytest
 import torch

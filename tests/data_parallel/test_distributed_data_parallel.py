@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import bagua
-from bagua.data_parallel.api import _TORCH_ONLY
 from bagua.errors import InvalidArgument
 from tests.conformance.training import (
     assert_equal_on_all_ranks,
@@ -24,6 +23,9 @@ from tests.conformance.training import (
 )
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
+OURS, OF_TORCH = (
+    list(inspect.signature(kind.__init__).parameters) for kind in (bagua.DistributedDataParallel, TorchDDP)
+)
 
 
 def _beside_torch(rank, world_size, num_steps):
@@ -50,6 +52,8 @@ def _beside_torch(rank, world_size, num_steps):
                     loss_of(model, batch(rank, step)).backward()
                     optimizer.step()
                     optimizer.zero_grad()
+            for buffer in models[0].module.buffers():  # torch sends rank 0's before the next forward
+                bagua.broadcast(buffer, 0)
             expected = list(models[0].module.state_dict().items())
             for model in (models[1].module, models[2]):
                 for (name, theirs), ours in zip(expected, model.state_dict().values(), strict=True):
@@ -93,7 +97,6 @@ def _wrapper(rank, world_size):
             "check_reduction": True,
             "static_graph": True,
             "process_group": "gloo",
-            **dict.fromkeys(_TORCH_ONLY, True),
         }
         for name, value in refused.items():
             with pytest.raises(InvalidArgument, match=f"{name}=.* cannot be honoured"):
@@ -101,7 +104,9 @@ def _wrapper(rank, world_size):
         for name, value in (("device_ids", [0]), ("device_ids", 0), ("device_ids", [None]), ("output_device", 0)):
             with pytest.raises(InvalidArgument, match=rf"{name} is \[?(0|None)\]?, but the module is on cpu"):
                 bagua.DistributedDataParallel(make_net(), **{name: value})
-        bagua.DistributedDataParallel(make_net(), **{name: default for name, (default, _) in _TORCH_ONLY.items()})
+        for name in set(OF_TORCH) - set(OURS):
+            with pytest.raises(InvalidArgument, match=f"option '{name}'|argument '{name}'"):
+                bagua.DistributedDataParallel(make_net(), **{name: True})
         with pytest.raises(InvalidArgument, match=r"synchronised already; pass its \.module"):
             bagua.with_bagua(model)
         for name in ("find_unused_parameters", "gradient_as_bucket_view"):
@@ -112,9 +117,19 @@ def test_the_wrapper(pool2):
     pool2.run(_wrapper)
 
 
+def _uneven(rank, world_size):
+    with process_group():
+        model = bagua.DistributedDataParallel(make_net())
+        with pytest.raises(InvalidArgument, match=r"the same number of batches.*drop_last=True"), model.join():
+            pass
+        with pytest.raises(InvalidArgument, match="the same number of batches"):
+            torch.distributed.algorithms.Join([model])
+
+
+def test_uneven_inputs_are_refused(pool2):
+    pool2.run(_uneven)
+
+
 def test_arguments_are_those_of_torch():
-    ours = list(inspect.signature(bagua.DistributedDataParallel.__init__).parameters)
-    theirs = list(inspect.signature(TorchDDP.__init__).parameters)
-    assert ours[:6] == theirs[:6]
-    assert set(ours[: ours.index("algorithm")]) <= {*theirs, "init_sync"}  # torch 2.4 has no init_sync yet
-    assert set(theirs) <= {*ours, *_TORCH_ONLY}  # each is honoured, or refused by its name
+    assert OURS[:6] == OF_TORCH[:6]
+    assert set(OURS[: OURS.index("algorithm")]) <= {*OF_TORCH, "init_sync"}  # torch 2.4 has no init_sync yet

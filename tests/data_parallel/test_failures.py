@@ -1,14 +1,17 @@
-"""A backward that cannot end well: what the rank itself sees, and what the others see, in time."""
+"""A backward that cannot end well: the error of the rank itself, and that of the others, in time."""
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import bagua
-from bagua.errors import BaguaError, InvalidArgument
+from bagua.errors import BaguaError
 from tests.conformance.training import TIMEOUT_S, batch, grads_of, loss_of, make_net, process_group
 from tests.meeting import meet
 
@@ -27,23 +30,20 @@ class Fails(torch.autograd.Function):
 
 def _raises_in_the_middle(rank, world_size, everywhere):
     with process_group():
-        model = make_net()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        bagua.with_bagua(model, optimizer, bucket_bytes=1024)
+        model = bagua.with_bagua(make_net(), bucket_bytes=1024)
         loss_of(model, batch(rank, 0)).backward()
         meet()
         if rank == 1 or everywhere:
             narrow = model.narrow.forward
             model.narrow.forward = lambda x: narrow(Fails.apply(x))
         begin = time.monotonic()
-        # Where it raises everywhere, the later rank may hear of the earlier one first.
+        # If all ranks raise, the later one may get the error of the earlier one.
         error = ArithmeticError if rank == 1 and not everywhere else (ArithmeticError, BaguaError)
         with pytest.raises(error) as caught:
             loss_of(model, batch(rank, 1)).backward()
         assert time.monotonic() - begin < TIMEOUT_S / 3
         model.narrow.forward = torch.nn.Linear.forward.__get__(model.narrow)
-        calls = (lambda: model(batch(rank, 2)[0]), lambda: optimizer.step(), lambda: bagua.barrier())
-        for call in calls:
+        for call in (lambda: model(batch(rank, 2)[0]), lambda: bagua.barrier()):
             with pytest.raises(BaguaError, match="raised after it had started"):
                 call()
         model.eval()
@@ -62,8 +62,6 @@ def test_backward_raises_in_the_middle(pool2, everywhere):
 
 
 def _twice(rank, world_size):
-    from torch.utils.checkpoint import checkpoint
-
     class Shared(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -84,19 +82,6 @@ def _twice(rank, world_size):
 
 def test_a_parameter_that_becomes_ready_twice(pool2):
     pool2.run(_twice)
-
-
-def _sparse(rank, world_size):
-    with process_group():
-        model = bagua.with_bagua(torch.nn.Embedding(10, 4))
-        indices = torch.tensor([1, 2])
-        meet()
-        with pytest.raises(BaguaError, match=r"'weight' has a torch.sparse_coo gradient"):
-            torch.nn.functional.embedding(indices, model.weight, sparse=True).sum().backward()
-
-
-def test_a_sparse_gradient_in_a_hook(pool2):
-    pool2.run(_sparse)
 
 
 def _create_graph(rank, world_size):
@@ -120,143 +105,104 @@ def test_create_graph(pool2):
     pool2.run(_create_graph)
 
 
-def _rank_dies(rank, world_size):
-    import os
-    import signal
-
-    with process_group():
-        model = bagua.with_bagua(make_net(), bucket_bytes=1024)
-        loss_of(model, batch(rank, 0)).backward()
-        meet()
-        if rank == 1:
-            model.wide.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        begin = time.monotonic()
-        with pytest.raises(BaguaError, match="rank 1"):
-            loss_of(model, batch(rank, 1)).backward()
-        return time.monotonic() - begin
+WORDS = torch.tensor([1, 2])
 
 
-@pytest.mark.timed
-def test_a_rank_that_dies_in_mid_step_is_named():
-    import signal
-
-    from bagua.testing import spawn
-
-    survivor, _ = spawn(_rank_dies, 2, expect_exit={1: signal.SIGKILL})
-    assert survivor < TIMEOUT_S / 3
+def _sparse(model):
+    torch.nn.functional.embedding(WORDS, model.weight, sparse=True).sum().backward()
 
 
-SHORT_S = 0.6
-LONG_S = 60.0
-QUICKLY_S = LONG_S / 3  # it is the other rank's failure that was noticed, no deadline that has passed
+def _trained(model):
+    model(WORDS).sum().backward()
 
 
-def _rank_stays_away(rank, world_size):
-    with process_group():
-        model = bagua.with_bagua(make_net())
-        loss_of(model, batch(rank, 0)).backward()
-        meet()
-        bagua.get_default_group().set_timeout(SHORT_S if rank == 0 else LONG_S)
-        if rank == 1:
-            meet()  # when the other one has failed
-        begin = time.monotonic()
-        with pytest.raises(BaguaError) as caught:
-            loss_of(model, batch(rank, 1)).backward()
-        seconds = time.monotonic() - begin
-        if rank == 0:
-            meet()
-        return seconds, str(caught.value)
+def _converted(model):
+    model.double()
+    _trained(model)
 
 
-@pytest.mark.timed
-def test_a_rank_that_misses_a_step_is_named(pool2):
-    (waited, message), (late, _) = pool2.run(_rank_stays_away)
-    assert "rank 1" in message
-    assert SHORT_S <= waited < 4 * SHORT_S  # twice what is promised
-    assert late < QUICKLY_S
+def _converted_with_gradients(model):
+    _trained(model)
+    model.double()
+    _trained(model)
 
 
-def _resize(model):
-    model.norm.running_mean = torch.zeros(3)
+def _lomo(parameter):
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+    parameter.grad = None
 
 
-def _retype(model):
-    model.norm.running_var = model.norm.running_var.double()
-
-
-def _delete(model):
-    del model.norm.num_batches_tracked
-
-
-def _unfreeze(model):
-    model.frozen.requires_grad_(True)
-
-
-CHANGES = {  # and what must be told of it
-    _resize: r"buffer 'norm.running_mean' was \(2048,\) torch.float32 on cpu when .*is now \(3,\) torch.float32",
-    _retype: r"buffer 'norm.running_var' was .* torch.float32 on cpu when .*is now \(2048,\) torch.float64",
-    _delete: r"buffer 'norm.num_batches_tracked' was \(\) torch.int64 on cpu when .*is now none",
-    _unfreeze: "parameter 'frozen' was frozen when the model was wrapped and is not any more",
+# Programs whose gradients cannot be exchanged: a hook of the parameter, options, what they do, and the error.
+REFUSED = {
+    "sparse": (None, {}, _sparse, "'weight' has a torch.sparse_coo gradient"),
+    "a hook that steps and clears": (_lomo, {}, _trained, "'weight', but its .grad is None: a hook .*LOMO"),
+    "converted": (None, {}, _converted, "memory of the gradient of 'weight' was moved"),
+    "converted with gradients": (None, {}, _converted_with_gradients, "memory of the gradient of 'weight' was moved"),
 }
 
 
-def _changed_somewhere(rank, world_size):
-    """Each rank whose own has changed says so of itself; the others name it, and do not wait for their deadline."""
-    for change, told in CHANGES.items():
-        for ranks in ((0,), (1,), (0, 1)):
-            if ranks == (0, 1) and change != _unfreeze:
-                continue  # tests/data_parallel/test_buffer_broadcast.py
-            with process_group():
-                model = bagua.with_bagua(make_net())
-                loss_of(model, batch(rank, 0)).backward()
-                meet()
-                if rank in ranks:
-                    change(model)
-                with pytest.raises(BaguaError, match=told) as caught:
-                    for step in range(3):
-                        loss_of(model, batch(rank, step)).backward()
-                assert caught.value.rank in ranks
-                assert (type(caught.value) is InvalidArgument) == (
-                    rank in ranks or (ranks == (0,) and change != _unfreeze)
-                )
-                if rank in ranks:
-                    assert str(caught.value).startswith(f"rank {rank}: ")
-                meet()
+def _is_refused(rank, world_size, name):
+    hook, options, program, message = REFUSED[name]
+    with process_group():
+        model = torch.nn.Embedding(10, 4)
+        if hook is not None:
+            model.weight.register_post_accumulate_grad_hook(hook)
+        bagua.with_bagua(model, **options)
+        meet()  # the first to raise ends the group
+        with pytest.raises(BaguaError, match=message):
+            program(model)
+        with pytest.raises(BaguaError, match=message):  # the first cause, from here on
+            model(WORDS)
 
 
-def test_a_buffer_that_is_replaced_or_a_parameter_that_is_unfrozen_on_some_ranks(pool2):
-    pool2.run(_changed_somewhere)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_gradient_that_cannot_be_exchanged_is_named(pool2, name):
+    pool2.run(_is_refused, args=(name,))
 
 
-def _expand(buffer):
-    return buffer[:1].expand(buffer.shape)
+def _accumulated_sums(rank, world_size, find_unused):
+    """Two synchronising backwards with average=False lead to right sums, or to an error."""
+    with process_group():
+        model = torch.nn.Linear(3, 2)
+        bagua.with_bagua(model, average=False, find_unused_parameters=find_unused)
+        values = torch.full((1, 3), 1.0 + rank)
+        for _ in range(2):  # cleared in between, by None or by zeros
+            model(values).sum().backward()
+            assert model.weight.grad.unique().tolist() == [3.0]
+            model.zero_grad(set_to_none=False)
+        with model.no_sync():
+            model(values).sum().backward()
+        model(values).sum().backward()
+        assert model.weight.grad.unique().tolist() == [6.0]
+        with model.no_sync():
+            model(values).sum().backward()  # local gradients are added to the sums
+        meet()
+        with pytest.raises(BaguaError, match=r"are the sums over all ranks \(average=False\).*no_sync"):
+            model(values).sum().backward()
 
 
-def _thin_out(buffer):
-    return buffer.to_sparse()
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_sum_is_not_summed_again(pool2, find_unused):
+    pool2.run(_accumulated_sums, args=(find_unused,))
 
 
-def _cannot_be_written(rank, world_size):
-    """The rank whose own it is says which buffer that is; the other learns it, and does not wait for its deadline."""
-    for change, which in ((_expand, 1), (_thin_out, 1), (_thin_out, 0)):
-        with process_group():
-            model = bagua.with_bagua(make_net())
-            model.norm.eval()
-            loss_of(model, batch(rank, 0)).backward()
-            meet()
-            if rank == which:
-                model.norm.running_mean = change(model.norm.running_mean)
-            told = f"rank {which}: buffer 'norm.running_mean' cannot be {'written' if which else 'read'}: "
-            with pytest.raises(BaguaError, match=told) as caught:
-                for step in range(3):
-                    loss_of(model, batch(rank, step)).backward()
-            assert caught.value.rank == which
-            assert (type(caught.value) is InvalidArgument) == (rank == which)
-            meet()
+def _summed_with_a_penalty(rank, world_size):
+    """Under find_unused_parameters autograd.grad exchanges too, so it comes before the sum."""
+    with process_group():
+        model = torch.nn.Linear(3, 2, bias=False)
+        bagua.with_bagua(model, average=False, find_unused_parameters=True)
+        values = torch.full((1, 3), 1.0 + rank, requires_grad=True)
+        torch.autograd.grad(model(values).sum(), values)
+        model(values).sum().backward()
+        assert model.weight.grad.unique().tolist() == [3.0]
+        meet()
+        with pytest.raises(BaguaError, match="are the sums over all ranks"):
+            torch.autograd.grad(model(values).sum(), values)
 
 
-def test_a_buffer_that_is_replaced_by_one_that_cannot_be_written(pool2):
-    pool2.run(_cannot_be_written)
+def test_an_inner_gradient_sums_nothing_again(pool2):
+    pool2.run(_summed_with_a_penalty)
 
 
 def _bypassed_forward(rank, world_size):
@@ -301,72 +247,38 @@ def test_a_backward_under_compiled_autograd(pool2):
     pool2.run(_under_compiled_autograd)
 
 
-def _is_freed(rank, world_size):
-    import gc
-    import weakref
-
-    with process_group():
-        model = bagua.with_bagua(make_net())
-        loss_of(model, batch(rank, 0)).backward()
-        watched = [weakref.ref(model), weakref.ref(model.bagua.buckets[0].flat)]
-        del model
-        gc.collect()
-        assert [ref() for ref in watched] == [None, None]
-
-
-def test_a_dropped_model_is_freed_with_its_memory(pool2):
-    pool2.run(_is_freed)
-
-
-def _is_freed_without_a_collection(rank, world_size, is_compiled):
-    import gc
-    import weakref
-
-    with process_group():
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        watched = [weakref.ref(model), weakref.ref(model[0])]
-        if is_compiled:
-            model = torch.compile(model, backend="eager")
-        bagua.with_bagua(model)
-        model(torch.randn(3, 4)).sum().backward()
-        torch.compiler.reset()
-        gc.collect()  # what torch has left
-        gc.disable()
-        try:
-            del model
-            assert [ref() for ref in watched] == [None, None]
-        finally:
-            gc.enable()
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_dropped_model_is_in_no_cycle_of_ours(pool2, is_compiled):
-    pool2.run(_is_freed_without_a_collection, args=(is_compiled,))
-
-
-def _is_freed_after_a_failure(rank, world_size, algorithm):
-    import gc
-    import weakref
+def _is_freed(rank, world_size, how):
+    """Without a collection: the model, a weight and a bucket are in no cycle of bagua's."""
 
     def train():
         model = make_net()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        watched = [weakref.ref(model), weakref.ref(model.wide.weight)]
+        if how == "compiled":
+            model = torch.compile(model, backend="eager")
+        bagua.with_bagua(model, algorithm="bytegrad")
+        watched.append(weakref.ref(model.bagua.buckets[-1].flat))
         loss_of(model, batch(rank, 0)).backward()
-        optimizer.step()
-        loss = loss_of(model, batch(rank, 1))
-        watched = [weakref.ref(model), weakref.ref(model.wide.weight), weakref.ref(model.bagua.buckets[0].flat)]
-        if rank == 1:
-            with pytest.raises(BaguaError, match="rank 0"):
-                loss.backward()
+        if how == "failed":
+            loss = loss_of(model, batch(rank, 1))
+            if rank == 1:
+                with pytest.raises(BaguaError, match="rank 0"):
+                    loss.backward()
+        torch.compiler.reset()
+        gc.collect()  # what torch has left
+        gc.disable()
         return watched
 
-    with process_group():
-        watched = train()
-    gc.collect()
-    assert [ref() for ref in watched] == [None, None, None]
+    try:
+        with process_group():
+            watched = train()
+            if how != "failed":
+                assert [ref() for ref in watched] == [None] * 3
+        gc.collect()
+        assert [ref() for ref in watched] == [None] * 3
+    finally:
+        gc.enable()
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-def test_a_model_is_freed_after_a_backward_that_another_rank_has_left(pool2, algorithm):
-    pool2.run(_is_freed_after_a_failure, args=(algorithm,))
+@pytest.mark.parametrize("how", ["plain", "compiled", "failed"])
+def test_a_dropped_model_is_freed_with_its_memory(pool2, how):
+    pool2.run(_is_freed, args=(how,))

@@ -1,4 +1,4 @@
-"""The Rust step as Python drives it: a step with generators, and what it refuses."""
+"""The Rust step as Python drives it, a step with generators; the rest is tested in rust_core/tests/step.rs."""
 
 import pytest
 
@@ -9,7 +9,7 @@ StepMachine = _C.StepMachine
 
 
 def run(step, communicate, events, decided):
-    """Plays one backward: ``communicate(bucket)`` is a generator. Returns what finish() said."""
+    """Plays one backward: ``communicate(bucket)`` is a generator. Returns what finish() has returned."""
     suspended = {}
 
     def take():
@@ -46,10 +46,10 @@ def yields(num_yields_of):
 
 
 def named(decided):
-    names = {getattr(StepMachine, name): name for name in ("LAUNCH", "RESUME", "WAIT")}
-    names[StepMachine.AGREE_ON_USE], names[StepMachine.FINALIZE_USE] = "AGREE_ON_USE", "FINALIZE_USE"
-    names[StepMachine.AGREE_ON_SKIPS], names[StepMachine.AGREE_ON_ORDER] = "AGREE_ON_SKIPS", "AGREE_ON_ORDER"
-    return [f"{names[kind]} {bucket}" if kind <= StepMachine.WAIT else names[kind] for kind, bucket in decided]
+    of_buckets = {getattr(StepMachine, name): name for name in ("LAUNCH", "RESUME", "WAIT")}
+    of_steps = ("SEND_BUFFERS", "AGREE_ON_USE", "FINALIZE_USE", "AGREE_ON_ORDER")
+    names = {**of_buckets, **{getattr(StepMachine, name): name for name in of_steps}}
+    return [f"{names[kind]} {bucket}" if kind in of_buckets else names[kind] for kind, bucket in decided]
 
 
 @pytest.mark.parametrize("events", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
@@ -58,7 +58,8 @@ def test_generators_go_on_at_the_same_place_whatever_the_events(events):
     step.lay_out([0, 1, 1, 2, 3], order=[0, 1, 2, 3, 4])
     assert run(step, yields([2, 0, 1, 1]), events, decided) == StepMachine.COMPLETE
     expected = ["LAUNCH 0", "LAUNCH 1", "LAUNCH 2", "RESUME 0", "LAUNCH 3"]
-    expected += ["AGREE_ON_USE", "RESUME 2", "RESUME 0", "RESUME 3", "WAIT 0", "WAIT 1", "WAIT 2", "WAIT 3"]
+    expected += ["SEND_BUFFERS", "AGREE_ON_USE", "RESUME 2", "RESUME 0", "RESUME 3"]
+    expected += [f"WAIT {bucket}" for bucket in range(4)]
     assert named(decided) == [*expected, "FINALIZE_USE", "AGREE_ON_ORDER"]
     assert step.observed_order() == events and step.missing() == [] and step.num_launched == 4
 
@@ -75,33 +76,7 @@ def test_an_agreed_order_is_due_until_it_is_laid_out():
     assert step.order == [0, 2, 1] and step.layout_due() is None
     decided.clear()
     run(step, yields([0, 0]), [0, 2, 1], decided)
-    assert named(decided) == ["LAUNCH 0", "LAUNCH 1", "WAIT 0", "WAIT 1"]
-
-
-def test_stages():
-    step, decided = StepMachine(2, finds_unused=False), []
-    assert step.set_stage(0, launches=True, agrees_on_skips=False)
-    assert not step.set_stage(0, launches=True, agrees_on_skips=True)
-    assert step.set_stage(0, launches=False, agrees_on_skips=False)
-    step.lay_out([0, 0], order=[1, 0])
-    assert run(step, yields([0]), [0, 1], decided) == StepMachine.COMPLETE and decided == []
-    assert not step.set_stage(0, launches=False, agrees_on_skips=True)
-    run(step, yields([0]), [0, 1], decided)
-    assert named(decided) == ["AGREE_ON_SKIPS"]
-    assert step.set_stage(1, launches=False, agrees_on_skips=True)
-
-
-def test_backward_that_does_not_reach_the_tensors():
-    step, decided = StepMachine(2, finds_unused=False), []
-    step.lay_out([0, 1], order=[0, 1])
-    assert run(step, yields([0, 0]), [], decided) == StepMachine.UNTOUCHED and decided == []
-    assert run(step, yields([0, 0]), [1], decided) == StepMachine.INCOMPLETE and decided == []
-    assert step.missing() == [0] and step.num_launched == 0
-    step.begin()
-    step.ready(0)
-    assert step.is_open
-    step.abort()
-    assert not step.is_open and step.next() is None
+    assert named(decided) == ["LAUNCH 0", "LAUNCH 1", "SEND_BUFFERS", "WAIT 0", "WAIT 1"]
 
 
 def test_what_is_refused():
@@ -126,7 +101,7 @@ def test_what_is_refused():
         ("tensor 0 is already ready", lambda: step.ready(0)),
         ("tensor index is 2; expected below 2", lambda: step.ready(2)),
         ("lay_out while a step is open", lambda: step.lay_out([0, 1], [0, 1])),
-        ("set_stage while a step is open", lambda: step.set_stage(1, True, False)),
+        ("set_stage while a step is open", lambda: step.set_stage(1, True)),
     ]
     for message, call in open_refuses:
         with pytest.raises(InvalidArgument, match=message):

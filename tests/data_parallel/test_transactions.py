@@ -20,7 +20,7 @@ from tests.meeting import meet
 
 
 class OnPurpose(Exception):
-    """No BaguaError: what a plug-in's own code raises."""
+    """An error of a plug-in's own code, no BaguaError."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,13 +56,12 @@ class Fails(Algorithm):
         self._may_fail("parameter_state")
         return {}
 
-    def skips_together(self):
-        self._may_fail("skips_together")
-        return None
-
     def stage(self):
         self._may_fail("stage")
         return Stage()
+
+    def communicate(self, bucket, group):
+        return group.all_reduce(bucket)
 
     def lay_out(self, buckets):
         for bucket in buckets:
@@ -70,15 +69,15 @@ class Fails(Algorithm):
         self._may_fail("lay_out")
 
 
-METHODS = ("check", "options", "bucket_class", "attach", "parameter_state", "stage", "skips_together", "lay_out")
+METHODS = ("check", "options", "bucket_class", "attach", "parameter_state", "stage", "lay_out")
 
 
 class Stays:
-    """What no rank can send."""
+    """An object that no rank can send."""
 
 
 def _refused_wraps(model, optimizer, rank):
-    """All ways in which another wrap is refused. The rank that refuses gets its own error, the others are told."""
+    """All ways in which another wrap is refused. The rank that refuses raises its own error, the others one with it."""
     for where in METHODS:
         for on in ((0,), (1,), (0, 1)):
             with pytest.raises(OnPurpose if rank in on else InvalidArgument, match=f"in {where}"):
@@ -152,7 +151,7 @@ def _accumulate(model, rank, step):
 
 
 def _trained(rank, variant, meddle):
-    """What a training comes to, with ``meddle`` called where most is under way."""
+    """Returns the states after a training, with ``meddle`` called where most is under way."""
     model = make_net(seed=rank)
     optimizer = make_optimizer(variant[0] if variant else "bytegrad", model, torch.optim.AdamW)
     if variant:
@@ -228,7 +227,7 @@ def test_a_refused_checkpoint_changes_nothing(pool2, variant):
 
 
 def _async_goes_on(rank, world_size):
-    """Its rounds, which depend on time."""
+    """Rounds of async_averaging, which depend on time, continue."""
     with process_group():
         model = make_net(seed=rank)
         optimizer = make_optimizer("async", model)
@@ -256,7 +255,7 @@ def test_async_goes_on_averaging_after_a_refused_wrap(pool2):
 
 @dataclasses.dataclass(kw_only=True)
 class FailsInTraining(Fails):
-    """As Fails, in a hook of a step, once it is told to."""
+    """Raises as Fails does, in a hook of a step, once ``is_due``."""
 
     name = "fails_in_training"
     is_due = False
@@ -277,42 +276,56 @@ class FailsInTraining(Fails):
     def after_backward(self, buckets, group):
         self._may_fail("after_backward")
 
+
+@dataclasses.dataclass(kw_only=True)
+class FailsInSteps(FailsInTraining):
+    """The same of weights."""
+
+    name = "fails_in_steps"
+    exchanges = "weights"
+
+    def stage(self):
+        return Stage(synchronises_gradients=False)
+
     def before_optimizer_step(self, optimizer, buckets, group):
         self._may_fail("before_optimizer_step")
 
     def after_optimizer_step(self, optimizer, buckets, group):
         self._may_fail("after_optimizer_step")
+        if bagua.get_world_size() > 1:
+            bagua.barrier()  # else a rank may be steps ahead
 
 
-HOOKS = {  # and what the message calls it
-    "before_forward": "before_forward",
-    "communicate": "communicate",
-    "finish": "communicate",
-    "after_backward": "after_backward",
-    "before_optimizer_step": "before_optimizer_step",
-    "after_optimizer_step": "after_optimizer_step",
-    "stage": "lay_out",
+HOOKS = {  # where it raises: the class, and what messages call the hook
+    "before_forward": (FailsInTraining, "before_forward"),
+    "communicate": (FailsInTraining, "communicate"),
+    "finish": (FailsInTraining, "communicate"),
+    "after_backward": (FailsInTraining, "after_backward"),
+    "stage": (FailsInTraining, "lay_out"),
+    "before_optimizer_step": (FailsInSteps, "before_optimizer_step"),
+    "after_optimizer_step": (FailsInSteps, "after_optimizer_step"),
 }
 
 
 def _in_training(rank, world_size):
-    for where, told in HOOKS.items():
+    for where, (kind, hook) in HOOKS.items():
         with process_group():
             model = make_net(seed=rank)
             optimizer = make_optimizer("bytegrad", model)
-            bagua.with_bagua(model, optimizer, algorithm=FailsInTraining(where=where, on=(1,)), bucket_bytes=70_000)
+            bagua.with_bagua(model, optimizer, algorithm=kind(where=where, on=(1,)), bucket_bytes=70_000)
             meet()
             model.bagua.algorithm.is_due = True
             error = OnPurpose if rank == 1 else RemoteError
             with pytest.raises(error, match="in " + where) as caught:
                 for step in range(3):
+                    optimizer.zero_grad()
                     loss_of(model, batch(rank, step)).backward()
                     optimizer.step()
             if rank == 0:
-                assert f"rank 1: {told} of algorithm 'fails_in_training' raised OnPurpose" in str(caught.value)
+                assert f"rank 1: {hook} of algorithm {kind.name!r} raised OnPurpose" in str(caught.value)
                 assert caught.value.rank == 1
 
 
-def test_what_a_hook_raises_on_one_rank_ends_the_training_of_the_others_at_once(pool2):
-    """They are told, long before the deadline at which they would give up without a cause."""
+def test_an_error_of_a_hook_on_one_rank_ends_the_training_of_the_others_at_once(pool2):
+    """They raise it long before the deadline at which they would give up without a cause."""
     pool2.run(_in_training)

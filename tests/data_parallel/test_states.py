@@ -1,4 +1,4 @@
-"""What the library remembers of parameters for an algorithm: what counts, what is forgotten, what moves."""
+"""The states that the library keeps of parameters for an algorithm: what counts, what is forgotten, what moves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = [(3, 5), (7,), (5, 4), (6,), (2, 2, 4)]
 
 
 class Sums(torch.nn.Module):
-    """The gradient of each parameter is the input; those of the first are ready first."""
+    """Has gradients that are the input; those of the first parameter are ready first."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Sums(torch.nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """x, of whose gradient g each element of a weight gets g times x; a backward of NaN raises."""
+    """The identity, in whose backward each element of the weight gets x times the gradient; raises where x < 0."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -70,12 +70,12 @@ class Adds(Algorithm):
         for member in bucket.members:
             bucket.state("sum", member).add_(member.view.mean())
 
-    def after_optimizer_step(self, optimizer, buckets, group):
+    def after_backward(self, buckets, group):
         self.num_steps += 1
 
 
 def _totals(model):
-    """One number of each state, which all elements have."""
+    """The numbers that occur in any state: one, where all elements have the same."""
     found = set()
     for own in model.bagua.state_dict()["parameters"]["states"].values():
         for value in own["parameters"].values():
@@ -108,6 +108,23 @@ def _laid_out_under_way(rank, world_size):
 
 def test_a_layout_between_two_backwards_of_a_step_loses_nothing(pool2):
     pool2.run(_laid_out_under_way)
+
+
+def _poisoned(rank, world_size):
+    """A backward counts by itself, whether a step follows it or not, unless a result of it is NaN or Inf."""
+    with process_group():
+        model, optimizer = _wrapped()
+        for value, total in ((1.0, 1.0), (float("nan") if rank else 1.0, 1.0), (2.0, 3.0), (float("inf"), 3.0)):
+            _train(model, optimizer, value, steps=False)
+            assert _totals(model) == {total}
+        other, optimizer = _wrapped()
+        other.bagua.load_state_dict(model.bagua.state_dict())
+        _train(other, optimizer, 4.0)
+        assert _totals(other) == {7.0}
+
+
+def test_a_backward_with_nan_changes_nothing(pool2):
+    pool2.run(_poisoned)
 
 
 def _another_stage(rank, world_size):
@@ -150,5 +167,5 @@ def _after_a_failed_backward(rank, world_size):
 
 
 def test_what_a_backward_that_raised_has_written_is_forgotten(pool1):
-    """Of a single rank, which trains on after it."""
+    """A single rank trains on after it."""
     pool1.run(_after_a_failed_backward)

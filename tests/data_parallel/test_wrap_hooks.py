@@ -1,4 +1,4 @@
-"""Forwards of a wrapped model that are only looked at, and backwards inside of what torch.compile compiles."""
+"""Forwards of a wrapped model whose values are fake, or for a graph or a transform; and compiled models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 
 import bagua
-from bagua.errors import BaguaError
+from bagua.testing import spawn
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 
 
 class Net(torch.nn.Module):
-    """Its gradients come in another order than that of registration, so the second forward lays out the buckets."""
+    """Gradients come in another order than that of registration, so the second forward lays out the buckets."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +65,7 @@ LOOKS = {"fake": fake, "exported": exported, "traced": traced, "differentiated":
 
 
 def looked_at(rank, world_size):
-    """After the first step rank 0 alone looks: no rank is waited for, and the steps are those of who never looked."""
+    """After the first step rank 0 alone runs such a forward: no rank waits for it, and the steps stay as they were."""
     weights = {}
     with process_group():
         for what, look in {"nothing": lambda *_: None, **LOOKS}.items():
@@ -111,20 +112,84 @@ def test_a_step_that_is_compiled_as_a_whole(pool2):
             torch.testing.assert_close(weights["compiled"][name], value)
 
 
-def converted_after_wrap(rank, world_size, algorithm):
+def normed():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+def compile_around(model):
+    compiled = torch.compile(model, backend="eager")
+    return compiled, compiled
+
+
+def compile_and_call_what_is_inside(model):
+    return torch.compile(model, backend="eager"), model
+
+
+def compile_and_pass_what_is_inside(model):
+    return model, torch.compile(model, backend="eager")
+
+
+def compile_whole(model):
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    return compiled, compiled
+
+
+def compile_in_place(model):
+    model.compile(backend="eager")
+    return model, model
+
+
+MAKES = (
+    compile_around,
+    compile_and_call_what_is_inside,
+    compile_and_pass_what_is_inside,
+    compile_whole,
+    compile_in_place,
+)
+
+
+def compiled_and_run(rank, world_size, make):
+    """It trains as a plain model does, was it run before the wrap or not; hooks end with ``remove``."""
     with process_group():
-        model = torch.nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        model.double()
-        with pytest.raises(BaguaError, match="is torch.float64, but was torch.float32 when the model"):
-            for _ in range(4):
-                optimizer.zero_grad()
-                model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-                optimizer.step()
-    return True
+        for runs_before in (False, True):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            plain, model = normed(), normed()
+            model.load_state_dict(plain.state_dict())
+            wrapped, called = make(model)
+            for alone in (plain, called) if runs_before else ():
+                alone(torch.ones(6, 4)).sum().backward()
+                alone.zero_grad()
+            bagua.with_bagua(wrapped)
+            bagua.with_bagua(plain)
+            for number in range(3):
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+                for one in (plain, called):
+                    one.zero_grad()
+                    one(x).square().sum().backward()
+                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad, theirs.grad)
+                for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+                    torch.testing.assert_close(ours, theirs)
+            wrapped.bagua.remove()
+            plain.bagua.remove()
+            assert not hasattr(model, "bagua") and not hasattr(model, "no_sync")
+            if rank == 0:  # nothing waits for the others
+                called(torch.randn(6, 4)).square().sum().backward()
 
 
-@pytest.mark.parametrize("algorithm", ["local_sgd", "low_precision_decentralized", "decentralized"])
-def test_weights_of_another_dtype_are_refused(pool2, algorithm):
-    assert pool2.run(converted_after_wrap, args=(algorithm,)) == [True, True]
+@fast_in("make", [compile_around, compile_and_pass_what_is_inside, compile_in_place], MAKES)
+def test_a_compiled_model_trains_as_a_plain_one(pool2, make):
+    pool2.run(compiled_and_run, args=(make,))
+
+
+def quiet(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.compile(normed(), backend="eager"))
+        model(torch.randn(6, 4)).sum().backward()
+
+
+def test_hooks_run_beside_the_graphs_without_a_warning(capfd):
+    spawn(quiet, 2)
+    written = capfd.readouterr().err
+    assert "Exception ignored" not in written and "Dynamo does not know" not in written
