@@ -1,4 +1,4 @@
-"""What communication and training ask torch about devices; no other file of theirs does.
+"""Every question of communication and training to torch about devices is in this file.
 
 Data path: tensors.py asks whether the core can work where a tensor lies, process_group.py on which stream its values
 are ready, work.py which stream is to find the result. CUDA and the emulated device of the tests are one text: what
@@ -7,8 +7,6 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,7 +33,6 @@ __all__ = [
     "on_stream",
     "recorded_event",
     "seeded",
-    "send_host_copies",
     "supported_types",
     "use_stream",
     "wait_for_current_stream",
@@ -95,7 +92,7 @@ def current_stream(device: torch.device) -> StreamKey | None:
 
 
 def current_handle_of(device: torch.device) -> Callable[[], int]:
-    """What returns the handle of that stream, for who asks for every gradient; 0 for the CPU.
+    """Returns a function that returns the handle of that stream, called for every gradient; 0 for the CPU.
 
     A device of another kind has an index.
     """
@@ -107,7 +104,7 @@ def current_handle_of(device: torch.device) -> Callable[[], int]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what the caller enqueues on the device is recorded into a graph, to be replayed, and does not run now."""
+    """Returns True if what the caller enqueues on the device is recorded into a graph and does not run now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -186,100 +183,21 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 class HostCopy:
-    """A small tensor on its way from a device to the host, which goes on meanwhile.
-
-    All that are on their way from one device travel in one copy, when send_host_copies() is called, or when one of them
-    is asked for.
+    """A copy of a small tensor of a device that is on its way to the host, which continues meanwhile.
 
     Args:
-        tensor: as the current stream finds it there; nobody writes to it any more.
-        at_once: it travels now, by itself.
+        tensor: as the caller's current stream finds it.
     """
 
-    __slots__ = ("__weakref__", "_device", "_event", "_stream", "_tensor", "_values", "_version")
-
-    def __init__(self, tensor: torch.Tensor, at_once: bool = False) -> None:
-        self._tensor, self._device, self._stream = tensor.detach(), tensor.device, current_stream(tensor.device)
-        self._version = tensor._version
-        self._event = recorded_event(tensor.device)  # of the tensor, and once it is sent of its copy
-        self._values: torch.Tensor | None = None
-        with _copies_lock:
-            if at_once:
-                _send(self._device, [self])
-            else:
-                _unsent.setdefault(self._device, weakref.WeakSet()).add(self)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, at_once: bool = False) -> HostCopy:
-        """The one of this tensor that somebody else has made, if it still has it and the tensor is the same."""
-        key = tensor.data_ptr(), tensor.dtype
-        copy = _shared.get(key)
-        if copy is None or copy._tensor._version != copy._version:
-            _shared[key] = copy = cls(tensor, at_once)
-        elif at_once:
-            copy._sent()
-        return copy
-
-    def order_behind(self) -> None:
-        """What is enqueued on the device's current stream from here on comes after the copy; the host does not wait."""
-        self._sent()
-        current_torch_stream(self._device).wait_event(self._event)
-
-    def get_now(self) -> torch.Tensor | None:
-        """The values; None where they are not there yet."""
-        values = self._sent()
-        return values if self._event.query() else None
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device=_CPU)
+        self._values.copy_(tensor, non_blocking=True)
+        self._event = recorded_event(tensor.device)
 
     def get(self) -> torch.Tensor:
-        """The values; waits until they are there."""
-        values = self._sent()
+        """Returns the values; waits until they are there."""
         self._event.synchronize()
-        return values
-
-    def _sent(self) -> torch.Tensor:
-        with _copies_lock:
-            if self._values is None:
-                _send_unsent(self._device)
-            assert self._values is not None
-            return self._values
-
-
-_copies_lock = threading.Lock()
-# By device, what is to travel; what nobody holds any more need not.
-_unsent: dict[torch.device, weakref.WeakSet[HostCopy]] = {}
-# By address and dtype, of tensors that these keep.
-_shared: weakref.WeakValueDictionary[tuple[int, torch.dtype], HostCopy] = weakref.WeakValueDictionary()
-
-
-def send_host_copies() -> None:
-    """What HostCopies hold travels now, behind what the current streams have been given."""
-    with _copies_lock:
-        for device in [*_unsent]:
-            _send_unsent(device)
-
-
-def _send_unsent(device: torch.device) -> None:
-    _send(device, [*_unsent[device]])
-    del _unsent[device]
-
-
-def _send(device: torch.device, copies: list[HostCopy]) -> None:
-    """As bytes, the widest numbers first, so that each lies where it may; under the lock."""
-    if not copies:
-        return  # nobody is left who would ask
-    stream, here = current_torch_stream(device), current_stream(device)
-    for copy in copies:
-        if copy._stream != here:
-            stream.wait_event(copy._event)
-            keep_for_current_stream(copy._tensor)
-    copies.sort(key=lambda copy: -copy._tensor.itemsize)
-    parts = [copy._tensor.reshape(-1).view(torch.uint8) for copy in copies]
-    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-    values = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
-    values.copy_(joined, non_blocking=True)
-    event = recorded_event(device)
-    for copy, part in zip(copies, values.split([part.numel() for part in parts]), strict=True):
-        copy._values, copy._event = part.view(copy._tensor.dtype).view(copy._tensor.shape), event
+        return self._values
 
 
 class BackwardStream:
@@ -332,7 +250,7 @@ class BackwardStream:
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
-        """As ``entered``, where autograd has had the current stream, the caller's, wait for all of backward.
+        """Works as ``entered``, where autograd has had the current stream, the caller's, wait for all of backward.
 
         What is enqueued on the current stream afterwards is behind it.
         """
