@@ -152,8 +152,7 @@ def _diverged(rank, world_size):
     with process_group(timeout_s=5.0):
         model = Quadratic([(64, 64)])
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        # Otherwise the gradients that come of it are refused before.
-        bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized", skip_together=False)
+        bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
         with torch.no_grad():
             model.parts[0][3, 3] = float("nan")
         with pytest.raises(InvalidArgument, match="weights of bucket 0 .*became NaN or Inf"):
