@@ -32,7 +32,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Example:
         >>> scaler = bagua.amp.GradScaler("cpu")
-        >>> scaler.scale(loss).backward()
+        >>> scaler.scale(loss(model(x), y)).backward()
         >>> scaler.step(optimizer); scaler.update()
     """
 
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         return found or {found_inf.device: together[0]}
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's; then what algorithms remember in the unit of gradients is rescaled."""
+        """Updates the scale as torch's; then states in the unit of gradients are rescaled."""
         before = self._scale_now()
         super().update(new_scale)
         now = self._scale_now()

@@ -1,4 +1,4 @@
-"""How many training steps do the ranks make, and how far does training come, when one of them is three times slower?
+"""The number of training steps, and how far training comes, when one rank is three times slower.
 
 Four ranks train a small network on scikit-learn's digits for the same time; compute is a sleep, 10 ms on a fast rank
 and 30 ms on a slow one. Either the last rank is slow all the time, or at each step another one, drawn at random.
@@ -22,8 +22,8 @@ DDP = "DDP gloo"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     DDP: ("", {}),
     "gradient_allreduce": ("gradient_allreduce", {}),
-    "decentralized, shift_one": ("decentralized", {"topology": "shift_one", "skip_together": False}),
-    "local_sgd, every 8 steps": ("local_sgd", {"sync_every": 8, "skip_together": False}),
+    "decentralized, shift_one": ("decentralized", {"topology": "shift_one"}),
+    "local_sgd, every 8 steps": ("local_sgd", {"sync_every": 8}),
     "async, every 0.05 s": ("async_averaging", {"sync_interval": 0.05}),
 }
 SLOW = ("always the same", "another one at each step")

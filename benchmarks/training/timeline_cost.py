@@ -1,4 +1,4 @@
-"""What does recording the timeline cost, in a training step of ten buckets with 10 ms of compute?
+"""The cost of recording the timeline, in a training step of ten buckets with 10 ms of compute.
 
 The compute is a sleep of 1 ms per layer in backward, so that recording has nothing to hide behind. The cost is taken in
 two ways in the same run. Counted: how often a step calls the recorder, reads the clock and writes a span into the
@@ -30,7 +30,7 @@ ALLOWED_SHARE = 0.01
 _COUNTED_STEPS = 8
 _READINGS = 20
 _CALLS, _SPANS = 2000, 50
-# In Step: the ends of a forward, the begin of a step, of the wait, and the end.
+# In the Reducer: the ends of a forward, the begin of a step, of the wait, and the end.
 _CLOCK_READINGS = 5
 
 
@@ -48,12 +48,12 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
     model, train = _sleeping_model(algorithm)
     for _ in range(3):  # the second lays out the buckets anew
         train()
-    step = model.bagua.step
-    real, nothing = step.recorder, _Nothing()
-    counts = _count(step, train)
+    reducer = model.bagua.reducer
+    real, nothing = reducer.recorder, _Nothing()
+    counts = _count(reducer, train)
 
     def record_with(recorder: Any) -> Callable[[], None]:
-        return lambda: _give(step, recorder)
+        return lambda: _give(reducer, recorder)
 
     samples = timing.interleaved(
         {
@@ -63,7 +63,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
         repetitions=repetitions,
         barrier=bagua.barrier,
     )
-    _give(step, real)
+    _give(reducer, real)
     if model.bagua.timeline().summary()["steps"] != 3 + _COUNTED_STEPS + repetitions + 1:
         raise RuntimeError(f"{algorithm}: the recorder has not seen every step")
     costs = _costs_of_calls(type(real)(), repetitions)
@@ -73,7 +73,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
 
 
 def _seconds_of_readings(model: Any) -> dict[str, list[float]]:
-    """By what is called."""
+    """Returns seconds by the call that is timed."""
     import bagua
 
     calls = {"bagua.metrics.values(model)": lambda: bagua.metrics.values(model), "timeline()": model.bagua.timeline}
@@ -122,9 +122,9 @@ def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
     return model, train
 
 
-def _give(step: Any, recorder: Any) -> None:
-    """The step and what it does around the optimizer's record with it from here on."""
-    step.recorder = step.optimizer_steps._recorder = step._bucket_group._record._recorder = recorder
+def _give(reducer: Any, recorder: Any) -> None:
+    """The reducer and the operations of its algorithm record with it from here on."""
+    reducer.recorder = reducer._bucket_group._record._recorder = recorder
 
 
 class _Nothing:
@@ -155,21 +155,21 @@ class _Counting:
         return getattr(self._recorder, name)
 
 
-def _count(step: Any, train: Callable[[], None]) -> dict[str, float]:
+def _count(reducer: Any, train: Callable[[], None]) -> dict[str, float]:
     """Calls per step, by what `_cost_of_calls` names them."""
     import bagua
 
     group = bagua.get_default_group()
-    real, counting = step.recorder, _Counting(step.recorder)
-    _give(step, counting)
+    real, counting = reducer.recorder, _Counting(reducer.recorder)
+    _give(reducer, counting)
     num_spans = 0
     for _ in range(_COUNTED_STEPS):  # the log is a ring: one step at a time
         group.events(clear=True)
         train()
         num_spans += len(group.events())
     calls = counting.calls
-    _give(step, real)
-    expected = {"hook": 3, "check": 2, "add_compute": 1, "add_work": NUM_BUCKETS, "add_step": 1}
+    _give(reducer, real)
+    expected = {"hook": 1, "check": 1, "add_compute": 1, "add_work": NUM_BUCKETS, "add_step": 1}
     per_step = {name: count / _COUNTED_STEPS for name, count in calls.items()}
     if per_step != expected:
         raise RuntimeError(f"calls of the recorder per step are {per_step}, expected {expected}")
@@ -227,7 +227,7 @@ class _Ended:
 
 
 def _seconds_per_call(call: Callable[[], Any]) -> float:
-    """Of the processor, less what calling a function that does nothing takes."""
+    """Returns processor time, less that of calling a function that does nothing."""
     seconds = []
     for function in (call, lambda: None):
         begin = time.thread_time()

@@ -9,9 +9,9 @@ from bagua.algorithms import Algorithm
 
 @dataclasses.dataclass(kw_only=True)
 class AdaSum(Algorithm):
-    """For each parameter g <- adasum of all ranks' g: of two, adasum(a, b) = (1 - ab / 2aa) a + (1 - ab / 2bb) b.
+    """g <- adasum of all ranks' g, parameter by parameter: adasum(a, b) = (1 - ab / 2aa) a + (1 - ab / 2bb) b.
 
-    Of more, adasum of the adasums of both halves. Per rank (n-1) G bytes travel, and n G of memory are needed.
+    More than two: the adasum of the adasums of both halves. Per rank (n-1) G bytes travel, and n G of memory are needed.
     """
 
     def communicate(self, bucket, group):
@@ -22,7 +22,7 @@ class AdaSum(Algorithm):
 
 
 def adasum(grads):
-    """Of one parameter's gradients by rank, in float32 or wider; computed alike on each rank."""
+    """Returns that of one parameter's gradients by rank, in float32 or wider; the same on each rank."""
     if len(grads) == 1:
         return grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
     a, b = adasum(grads[: len(grads) // 2]), adasum(grads[len(grads) // 2 :])

@@ -101,7 +101,7 @@ def test_dtypes(pool3, dtype):
     per_rank = pool3.run(_train, args=("fp16", 1, dtype))
     if dtype == torch.float64:
         spread = max(abs(a - b) for a, b in zip(per_rank[0][-1], per_rank[1][-1], strict=True))
-        assert spread < 1e-12  # on a ring of three everybody is everybody's neighbour, and x <- mean x comes last
+        assert spread < 1e-12  # on a ring of three all ranks are neighbours, and x <- mean x comes last
         return
     expected = oracle(3, Quadratic([(130, 20), (5,)]).numel, 8, 1)
     assert per_rank[0][-1] == pytest.approx(expected[-1][0], abs=tolerance)
@@ -176,4 +176,4 @@ def _bytes(rank, world_size):
 
 def test_sends_a_quarter_to_each_neighbour(pool4):
     for sent in pool4.run(_bytes):
-        assert sent == pytest.approx(2 * 256 * 256 * 0.75, rel=0.05)  # of four steps three had been told when asked
+        assert sent == pytest.approx(2 * 256 * 256 * 0.75, rel=0.05)  # the last of four steps is not counted yet
