@@ -11,7 +11,7 @@ from bagua.algorithms import Algorithm
 class AdaSum(Algorithm):
     """g <- adasum of all ranks' g, parameter by parameter: adasum(a, b) = (1 - ab / 2aa) a + (1 - ab / 2bb) b.
 
-    More than two: the adasum of the adasums of both halves. Per rank (n-1) G bytes travel, and n G of memory are needed.
+    Of more ranks: adasum of both halves' adasums. Per rank (n-1) G bytes travel, and n G of memory are needed.
     """
 
     def communicate(self, bucket, group):

@@ -40,7 +40,7 @@ def _adds_up(rank, world_size, dtype, num_steps, seconds):
         for step in itertools.count():
             if step >= num_steps[rank] and _num_rounds(model) >= 3:
                 break
-            # A rank that waits for rounds of a slower one stays where it is: dtypes of few bits round larger weights more.
+            # A rank that waits for a slower one stays where it is: dtypes of few bits round larger weights more.
             c = _integers(rank, step, 3000) if step < 4 * num_steps[rank] else torch.zeros(3000)
             optimizer.zero_grad()
             model(c.to(dtype)).backward()
