@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 
 def _is_the_command() -> bool:
-    """Whether Python was started for the command: by the script `bagua`, `python -m bagua` or `python -m bagua.run`."""
+    """Returns True if this is the command: the script `bagua`, `python -m bagua` or `python -m bagua.run`."""
     arguments = getattr(sys, "argv", [])
     started = sys.orig_argv[-len(arguments)] if 0 < len(arguments) <= len(sys.orig_argv) else ""
-    if arguments and arguments[0] == "-m":  # what stands there while Python imports the packages around a module
+    if arguments and arguments[0] == "-m":  # so it is while Python imports the packages that contain the module
         return started in ("bagua", "bagua.run") or started.startswith("bagua.cli.")
     return bool(started) and started == arguments[0] and os.path.basename(started) == "bagua"
 
@@ -29,9 +29,9 @@ if importlib.util.find_spec(f"{__name__}._C") is None:
         name=f"{__name__}._C",
     )
 
-# A program that imports bagua can name the backend "bagua" of torch.distributed from there on. That must be registered
-# with torch, so torch is imported here and now. The command registers nothing, and its help need not wait for torch:
-# there the names come when they are first used.
+# A program that imports bagua can use the backend "bagua" of torch.distributed, which must be registered with torch, so
+# torch is imported here. The command registers no backend, and its help should not wait for torch: there each name is
+# imported when it is first used.
 if TYPE_CHECKING or not _is_the_command():
     from ._public import *  # noqa: F403
     from ._public import __all__ as __all__

@@ -1,4 +1,4 @@
-"""`python -m bagua`: the command `bagua`."""
+"""Runs the command `bagua`, as `python -m bagua`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public names of `bagua`, which bagua/__init__.py hands on: they are listed here, and nowhere else."""
+"""The list of the public names of `bagua`, which bagua/__init__.py exports."""
 
 from . import algorithms, amp, codecs, metrics, optim, torch_backend
 from ._C import __version__

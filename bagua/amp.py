@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         return found or {found_inf.device: together[0]}
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Updates the scale as torch's; then states in the unit of gradients are rescaled."""
+        """Updates the scale as torch's does, and rescales what algorithms remember in the unit of gradients."""
         before = self._scale_now()
         super().update(new_scale)
         now = self._scale_now()

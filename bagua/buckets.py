@@ -71,7 +71,7 @@ class Member:
         return self.view.data_ptr() == self._address
 
     def is_alike(self, grad: torch.Tensor) -> bool:
-        """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
+        """Returns True if ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
         if type(grad) is not torch.Tensor and grad.data_ptr() == 0:
             return False  # a wrapper: what it stands for is torch's to copy
         if self._is_complex and grad.is_conj():
@@ -162,7 +162,7 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Where its gradients are."""
+        """The device of its gradients."""
         return self._flat.device
 
     @property
@@ -214,7 +214,7 @@ class Bucket:
         return weight
 
     def weights(self) -> list[tuple[int, torch.Tensor]] | None:
-        """Where the weights are, which may not change meanwhile: ``parts`` of a reduction, which copies them itself.
+        """Returns the weights as ``parts`` of a reduction, which copies them itself; they may not change meanwhile.
 
         None where one does not lie in memory as its view does: ``load`` then.
         """
@@ -250,12 +250,12 @@ class Bucket:
     # --- what an algorithm remembers
 
     def state(self, name: str, member: Member | None = None) -> torch.Tensor:
-        """What the algorithm remembers under ``name`` (``Algorithm.parameter_state``), to be read and written.
+        """Returns the state ``name`` of ``Algorithm.parameter_state``, to be read and written.
 
         Of the shape of the gradients: a 1-D tensor as ``flat``, or with ``member`` its part, of the shape of
         ``member.values``, which is the gradient's where that is real.
-        Of another shape: that of ``member``. In ``communicate`` it is what the last optimizer step has left, and what
-        is written counts once an optimizer steps.
+        Of another shape: that of ``member``. In ``communicate`` it is what the last finite backward has left, and
+        what is written counts if the results of this one are finite.
         """
         return self._states().writable(name, self, member)
 
@@ -281,12 +281,12 @@ class Bucket:
         self.is_read, self.before_read = False, before_read
 
     def take_segments(self) -> list[tuple[int, torch.Tensor]] | None:
-        """For an operation that reads the gradients where they are; None where they are in ``flat``."""
+        """Returns the gradients where autograd has put them, for an operation to read; None if they are in ``flat``."""
         segments, self._segments, self.before_read = self._segments, None, None
         return segments
 
     def is_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether it is ``flat``."""
+        """Returns True if it is ``flat``."""
         return tensor is self._flat
 
     def memory(self, with_gradients: bool) -> torch.Tensor:
@@ -304,7 +304,7 @@ class Bucket:
         return are_finite(self._flat, self._stride())
 
     def finite_flag(self) -> torch.Tensor:
-        """As ``is_finite``, on a device: a bool without dimensions there, for which nothing waits."""
+        """Returns ``is_finite`` on a device: a bool without dimensions there, for which nothing waits."""
         return self._flat[:: self._stride()].isfinite().all()
 
     def _stride(self) -> int:
@@ -334,7 +334,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 
 def bucket_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Of the bucket that a parameter is in: ``parameter.dtype``, or that of the parts of complex numbers."""
+    """Returns the dtype of a parameter's bucket: its own, or that of the parts of complex numbers."""
     return parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
 
 
@@ -496,5 +496,5 @@ def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it is a permutation of what is contiguous, which ``empty_like`` keeps."""
+    """Returns True if it is a permutation of what is contiguous, which ``empty_like`` keeps."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,8 +1,8 @@
 """The only reader of os.environ.
 
-Two groups of variables: those that torchrun sets (RANK, WORLD_SIZE, ...), and bagua's own (BAGUA_*), which tune the
-transports. A misspelt setting that is silently ignored costs its user days, so a BAGUA_ variable whose name is close to
-a setting's is an error. Others are ignored: Kubernetes, for one, makes such variables from the names of services.
+It reads the variables that torchrun sets (RANK, WORLD_SIZE, ...) and bagua's own (BAGUA_*), which tune the transports.
+A misspelt setting that is silently ignored costs days, so a BAGUA_ variable whose name is close to that of a setting is
+an error. Others are ignored, because Kubernetes makes such variables from the names of services.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = [
 
 BACKENDS = ("auto", "native", "nccl", "torch")
 
-# Read by setup.py (a structure test compares), so an environment that built the package may still hold them.
+# setup.py reads these (a structure test compares), so the environment that built the package may still hold them.
 _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGUA_SKIP_NATIVE"}
 
-# What Kubernetes sets in every container for each service of its namespace, behind the service's name.
-_OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
-# By the estimate of checked_token, which is low for random characters, as some come twice: of 128 random bits as 22
-# characters it refuses those with 10 different ones or fewer, one in ten millions (80 would refuse one in 30,000). What
-# `bagua token` prints has twice as many.
+# Kubernetes sets variables with these endings in every container, for each service of its namespace.
+_SERVICE_ENDING = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
+# checked_token underestimates random characters, because some occur twice. At 76, one in ten million tokens of 128
+# random bits (22 characters) is refused, at 80 one in 30,000. `bagua token` prints twice as many bits.
 _MIN_TOKEN_BITS = 76
 _MAX_TOKEN_BYTES = 4096
-# Of 1: TCP_STREAM and STREAMS are near TCP_STREAMS, TIMEOUT is near nothing.
-_NEAR = 0.72
+# The similarity, from 0 to 1, from which a name counts as a misspelling: TCP_STREAM and STREAMS are close to
+# TCP_STREAMS, TIMEOUT is close to no setting.
+_MIN_SIMILARITY = 0.72
 
 _LAUNCH_HELP = (
     "start the program with `bagua run --nproc-per-node N script.py` or `torchrun --nproc-per-node N script.py`"
@@ -50,7 +50,7 @@ _LAUNCH_HELP = (
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What torchrun tells a process about itself."""
+    """The variables that torchrun sets for one process."""
 
     rank: int
     world_size: int
@@ -66,23 +66,23 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class Settings:
-    """bagua's own variables, with their defaults."""
+    """The values of bagua's own variables; a default for each that is not set."""
 
-    interface: str | None  # BAGUA_SOCKET_IFNAME: network interface (or address) to listen on, e.g. "eth0"
+    interface: str | None  # BAGUA_SOCKET_IFNAME: network interface (or its address) to listen on, e.g. "eth0"
     tcp_streams: int  # BAGUA_TCP_STREAMS: TCP connections per peer
-    # BAGUA_TCP_CONGESTION: their congestion control: a name such as "cubic", "system" for the system's, or "auto"
+    # BAGUA_TCP_CONGESTION: their congestion control, a name such as "cubic", "system" for the system's, or "auto"
     tcp_congestion: str
     shm_ring_bytes: int  # BAGUA_SHM_RING_BYTES: per direction and peer of the same host
-    spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
+    spin_us: float | None  # BAGUA_SPIN_US: time that a waiting worker polls before it sleeps; None: by core count
     shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
-    # BAGUA_HEARTBEAT_TIMEOUT: within how many seconds a peer that cannot be heard any more is named
+    # BAGUA_HEARTBEAT_TIMEOUT: seconds within which a silent peer is reported
     heartbeat_timeout_s: float
-    # BAGUA_AUTH_TOKEN, or what is in the file BAGUA_AUTH_TOKEN_FILE: as the argument auth_token of init_process_group
+    # BAGUA_AUTH_TOKEN, or the content of the file BAGUA_AUTH_TOKEN_FILE: the default of init_process_group's auth_token
     auth_token: str | None = field(repr=False)
-    # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": where one algorithm of a collective takes over
-    # from another, instead of the measured defaults (csrc/collectives/thresholds.h names them; docs/collectives.md)
+    # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": sizes at which a collective changes from one
+    # algorithm to another, in place of the measured defaults (csrc/collectives/thresholds.h, docs/collectives.md)
     thresholds: dict[str, int]
-    backend: str  # BAGUA_BACKEND: as the argument backend of init_process_group where the program gives none
+    backend: str  # BAGUA_BACKEND: the backend where the program passes none to init_process_group
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
@@ -106,7 +106,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, low: float, 
         value = float(text)
     except ValueError:
         raise InvalidArgument(f"{name}={text!r} is not a number of seconds; give {low:g}..{high:g}") from None
-    if not low <= value <= high:  # nor a NaN
+    if not low <= value <= high:  # a NaN fails too
         raise InvalidArgument(f"{name}={text} is out of range; give {low:g}..{high:g} seconds")
     return value
 
@@ -117,11 +117,11 @@ def launch_environment(
     needs_master: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> LaunchEnvironment:
-    """Read torchrun's variables; arguments that are given win over the environment.
+    """Reads torchrun's variables; arguments that are given win over the environment.
 
     Args:
         rank, world_size: as given to init_process_group, or None.
-        needs_master: whether MASTER_ADDR and MASTER_PORT must be set (not if the caller passes a store).
+        needs_master: MASTER_ADDR and MASTER_PORT must be set; False if the caller passes a store.
 
     Raises:
         InvalidArgument: a variable is missing or invalid; all missing ones are named.
@@ -145,7 +145,7 @@ def launch_environment(
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK", 0, 0, 1 << 20) if "LOCAL_RANK" in env else None,
         local_world_size=local_world_size,
-        # NODE_RANK is what launchers before torchrun, and some schedulers, call it.
+        # Launchers before torchrun, and some schedulers, call it NODE_RANK.
         node_rank=_integer(env, "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK", 0, 0, 1 << 20),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", 0, 0, 65535),
@@ -156,21 +156,24 @@ def launch_environment(
 
 
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
-    """How often the launcher has restarted the ranks: what they write into a store that outlives them is told apart."""
+    """The number of times that the launcher has restarted the ranks.
+
+    It distinguishes keys of this attempt from earlier ones in a store that outlives the ranks.
+    """
     return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30)
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher has set this process's rank in the environment."""
+    """Returns True if a launcher has set this process's rank in the environment."""
     env = os.environ if environ is None else environ
     return "RANK" in env and "WORLD_SIZE" in env
 
 
 def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str] | None = None) -> Settings:
-    """Read bagua's own variables; `changes` win over the environment.
+    """Reads bagua's own variables; `changes` win over the environment.
 
     Raises:
-        InvalidArgument: a value is out of range, or a BAGUA_ variable is nearly one of those below.
+        InvalidArgument: a value is out of range, or the name of a BAGUA_ variable is close to that of a setting.
     """
     env = {**(os.environ if environ is None else environ), **(changes or {})}
     known = {
@@ -187,7 +190,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         "BAGUA_HEARTBEAT_TIMEOUT",
     }
     for name in sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD):
-        meant = _meant(name, known)
+        meant = _closest_setting(name, known)
         if meant is not None:
             raise InvalidArgument(
                 f"{name} is not a setting of bagua; write {meant}, if you mean that; the settings are "
@@ -200,7 +203,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     if backend not in BACKENDS:
         raise InvalidArgument(f"BAGUA_BACKEND={backend!r} is unknown; the backends are {', '.join(BACKENDS)}")
     congestion = env.get("BAGUA_TCP_CONGESTION", "auto")
-    if not re.fullmatch(r"[\w.-]{1,15}", congestion, re.ASCII):  # the kernel would cut off what is longer
+    if not re.fullmatch(r"[\w.-]{1,15}", congestion, re.ASCII):  # the kernel would truncate a longer name
         raise InvalidArgument(
             f"BAGUA_TCP_CONGESTION={congestion!r} is no name of 1 to 15 characters; give 'auto', 'system', or one "
             "such as 'cubic'"
@@ -221,13 +224,13 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
 
 
 def checked_token(token: str, name: str) -> str:
-    """The token, if it is long and varied enough that nobody can guess it from the proofs in the store.
+    """Returns the token, if it is too long and varied to be guessed from the proofs in the store.
 
-    The estimate is its length without repetitions times the bits of one character, if all that occur were equally
-    frequent; for a sequence such as "abcd..." those of one step. It cannot tell words from random characters.
+    The estimate is its length without repetitions, times the bits per character if all that occur were equally
+    frequent; for a sequence such as "abcd..." the bits per step. Words look like random characters to it.
 
     Args:
-        name: what the user gave it as.
+        name: the argument or variable that held the token, for messages.
 
     Raises:
         InvalidArgument: it is too easy to guess; the message does not contain it.
@@ -246,10 +249,10 @@ def checked_token(token: str, name: str) -> str:
 
 
 def _token_of_file(path: str) -> str:
-    """The token in a file that nobody else can read; white space around it is not part of it.
+    """Reads the token in a file that no other user can read; white space around it is not part of it.
 
     Raises:
-        InvalidArgument: there is no such file, others can read or change it, or its token is easy to guess.
+        InvalidArgument: there is no such file, other users can read or change it, or its token is easy to guess.
     """
     name = f"BAGUA_AUTH_TOKEN_FILE={path!r}"
     try:
@@ -260,7 +263,7 @@ def _token_of_file(path: str) -> str:
             content = file.read(_MAX_TOKEN_BYTES + 3)
     except OSError as error:
         raise InvalidArgument(f"{name}: {error.strerror}; name a file that can be read") from None
-    # Those that an administrator, or Kubernetes, gives to a group of his choice are his business.
+    # A file of another owner may be readable by its group: an administrator, or Kubernetes, chose that group.
     is_mine = status.st_uid == os.geteuid()
     if status.st_mode & (0o077 if is_mine else 0o007):
         mode = stat.filemode(status.st_mode)
@@ -281,12 +284,14 @@ def _auth_token(env: Mapping[str, str]) -> str | None:
     return None if token is None else checked_token(token, "BAGUA_AUTH_TOKEN")
 
 
-def _meant(name: str, known: set[str]) -> str | None:
-    """The setting that `name` may be a misspelling of."""
+def _closest_setting(name: str, known: set[str]) -> str | None:
+    """Returns the setting that `name` may be a misspelling of."""
     rest = name.removeprefix("BAGUA_").upper()
-    if _OF_A_SERVICE.search(name):
+    if _SERVICE_ENDING.search(name):
         return None
-    near = difflib.get_close_matches(rest, [setting.removeprefix("BAGUA_") for setting in sorted(known)], 1, _NEAR)
+    near = difflib.get_close_matches(
+        rest, [setting.removeprefix("BAGUA_") for setting in sorted(known)], 1, _MIN_SIMILARITY
+    )
     return f"BAGUA_{near[0]}" if near else None
 
 

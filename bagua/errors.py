@@ -3,7 +3,7 @@ the binding layer translates them one to one.
 
 A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is),
 `ranks` are all of them, `operation` the collective that was running, `bucket` the gradient bucket that it was for.
-Ranks are those of the job, of a group of some ranks too, whose messages count within it and say so.
+These attributes hold ranks of the job. The message of a group of some ranks counts within the group, and says so.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = [
 
 
 class BaguaError(Exception):
-    """Base of everything that bagua raises on purpose.
+    """The base of everything that bagua raises on purpose.
 
     Args:
         message: the value, what was expected, what to do.
         rank: the rank of the job at fault, if there is one.
         operation: the collective or verb that was running, e.g. "all_reduce".
         bucket: label of the bucket that the operation was for, e.g. "bucket 3".
-        ranks: all ranks at fault, by default `rank` alone. After processes have died, the same on all ranks between
-            which links lead, over others too.
+        ranks: all ranks at fault, by default `rank` alone. After processes have died, all ranks that are still
+            connected, directly or through others, report the same ones.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class BaguaError(Exception):
         self.ranks = ranks if ranks is not None else () if rank is None else (rank,)
         self.operation = operation
         self.bucket = bucket
-        # The group that it has left for the program, and the same by that group's ranks, if that is another error
-        # (distributed/job_ranks.py).
+        # The group whose call raised this error, and the error as that group's ranks would number it, where that is
+        # a different one (distributed/job_ranks.py).
         self.left_group: tuple[typing.Any, BaguaError | None] | None = None
 
     @property
     def peer(self) -> int | None:
-        """The rank at fault, by the name that TransportError documents."""
+        """The rank at fault: the documented attribute of TransportError."""
         return self.rank
 
     def __reduce__(self):
@@ -70,12 +70,12 @@ def _rebuild(cls, message, rank, operation, bucket, ranks):
 
 
 class InvalidArgument(BaguaError, ValueError):
-    """The caller's mistake: a value, a missing variable, or ranks that disagree. Nothing was lost."""
+    """An argument or a variable is missing or wrong, or ranks disagree about it. Nothing was changed."""
 
 
 class TransportError(BaguaError, ConnectionError):
-    """A connection or a shared segment failed, mostly because the process of `peer` died; or this one has no file
-    descriptor, thread or memory left for what it is to do."""
+    """A connection or a shared segment failed, mostly because the process of `peer` died. Also raised when this
+    process has no file descriptor, thread or memory left."""
 
 
 class DeadlineExceeded(BaguaError, TimeoutError):

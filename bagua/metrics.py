@@ -1,7 +1,7 @@
 """Metrics of a wrapped model, or of any function that returns some, for dashboards: values, TensorBoard, Prometheus.
 
-Beside the data path, and pull only: they are computed when they are read, and nothing is sent anywhere. Neither
-TensorBoard nor prometheus-client is needed for the rest of bagua; `pip install bagua[metrics]` installs both.
+They are computed when they are read, and nothing is sent anywhere. Only this module uses TensorBoard and
+prometheus-client; `pip install bagua[metrics]` installs both.
 """
 
 from __future__ import annotations
@@ -41,19 +41,22 @@ _LABELS = ("model", "rank", "group", "algorithm")
 
 
 class ScalarWriter(Protocol):
-    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
+    """The method of torch.utils.tensorboard.SummaryWriter that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None: ...
 
 
 def values(model: torch.nn.Module) -> dict[str, float]:
-    """This rank's figures, by name; local, from any thread. Takes one to three milliseconds: ask every few seconds.
+    """Returns this rank's figures by name, without communication.
 
-    ``steps``, ``exposed_communication_seconds``, ``sent_bytes`` and ``network_sent_bytes`` (of them those that did not
-    go through shared memory) count since the model was wrapped. Of the last step there are ``last_step_seconds``,
+    Any thread may call it. A call takes one to three milliseconds, so call it every few seconds.
+
+    ``steps``, ``exposed_communication_seconds``, ``sent_bytes`` and ``network_sent_bytes`` (without the bytes that went
+    through shared memory) count since the model was wrapped. ``last_step_seconds``,
     ``last_step_exposed_communication_seconds``, ``last_step_sent_bytes``, ``last_step_network_sent_bytes`` and
-    ``slowest_operation_seconds``, all 0 before there is one. ``buckets``, ``bucket_bytes`` (at full precision, so
-    sent_bytes beside it shows what a codec saves) and ``world_size`` describe the model.
+    ``slowest_operation_seconds`` describe the last step; they are 0 before the first. ``buckets``, ``bucket_bytes`` and
+    ``world_size`` describe the model. ``bucket_bytes`` is at full precision: compare it with ``sent_bytes`` to see what
+    a codec saves.
 
     Raises:
         InvalidArgument: the model is not wrapped.
@@ -71,10 +74,10 @@ def values(model: torch.nn.Module) -> dict[str, float]:
 
 
 def add_scalars(model: torch.nn.Module, writer: ScalarWriter, step: int | None = None) -> None:
-    """Writes ``values(model)`` as scalars ``bagua/<name>``; call it every so many steps.
+    """Writes ``values(model)`` as scalars ``bagua/<name>``. Call it every hundred steps or so.
 
     Args:
-        writer: a torch.utils.tensorboard.SummaryWriter, or anything with its ``add_scalar``. One per rank, each with a
+        writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. One per rank, each with a
             ``log_dir`` of its own, or on rank 0 only.
         step: the x-axis; by default the number of steps.
 
@@ -91,18 +94,18 @@ def add_scalars(model: torch.nn.Module, writer: ScalarWriter, step: int | None =
 
 
 def add_figures(figures: Mapping[str, float], writer: ScalarWriter, step: int, prefix: str = "bagua") -> None:
-    """Writes figures as scalars ``<prefix>/<name>``; arguments as of ``add_scalars``."""
+    """Writes figures as scalars ``<prefix>/<name>``; the other arguments are those of ``add_scalars``."""
     for name, value in figures.items():
         writer.add_scalar(f"{prefix}/{name}", value, step)
 
 
 class FiguresCollector:
-    """A collector of prometheus-client: gauges ``<prefix>_<name>`` of a function's result, called at every scrape.
+    """A collector of prometheus-client that calls a function at every scrape and reports gauges ``<prefix>_<name>``.
 
     Args:
         figures: returns numbers by name; called on any thread. Characters that Prometheus does not allow become "_".
-        prefix: of the names.
-        labels: the same for all.
+        prefix: prefix of the names.
+        labels: labels of every gauge.
 
     Raises:
         InvalidArgument: prometheus-client is not installed.
@@ -119,7 +122,7 @@ class FiguresCollector:
         self._figures, self._prefix, self._labels = figures, prefix, dict(labels or {})
 
     def collect(self) -> list[Any]:
-        """One family for each figure."""
+        """Returns one family per figure."""
         families = []
         for name, value in self._figures().items():
             full = re.sub("[^a-zA-Z0-9_:]", "_", f"{self._prefix}_{name}")
@@ -140,14 +143,14 @@ def _prometheus(what: str) -> Any:
 
 
 class PrometheusCollector:
-    """A collector of prometheus-client: ``bagua_<name>`` of ``values``, counters with the ending ``_total``.
+    """A collector of prometheus-client that reports ``values`` as ``bagua_<name>``; counters end in ``_total``.
 
-    Labels: ``model``, ``rank``, ``group`` and ``algorithm``. It holds the models weakly, and follows one that is
-    wrapped again. A process has one collector for all its models: the registry refuses a second one, whose metrics
-    would have the same names.
+    Labels: ``model``, ``rank``, ``group`` and ``algorithm``. The collector holds weak references to the models, and
+    keeps reporting a model that is wrapped again. Use one collector for all models of a process: the registry refuses a
+    second one, because its metrics would have the same names.
 
     Args:
-        models: a wrapped model, whose label is the name of its class, or several by the label of each.
+        models: a wrapped model, whose label is the name of its class, or a dict of models by label.
 
     Raises:
         InvalidArgument: a model is not wrapped, there is none, or prometheus-client is not installed.
@@ -162,18 +165,18 @@ class PrometheusCollector:
         if not isinstance(models, Mapping):
             models = {type(models).__name__: models}
         if not models:
-            raise InvalidArgument("models is empty, expected a wrapped model, or several by name")
+            raise InvalidArgument("models is empty, expected a wrapped model, or a dict of models by name")
         for model in models.values():
-            values(model)  # refuses one that is not wrapped
+            values(model)  # raises if the model is not wrapped
         self._core = _prometheus("PrometheusCollector")
         self._models = {name: weakref.ref(model) for name, model in models.items()}
 
     def describe(self) -> list[Any]:
-        """The families without values, by which the registry refuses a second collector."""
+        """Returns the families without values, from which the registry recognises a second collector."""
         return list(self._families().values())
 
     def collect(self) -> list[Any]:
-        """One family per figure; none if all models were deleted, or ``model.bagua.remove()`` was called for them."""
+        """Returns one family per figure; none if all models were deleted or unwrapped with ``model.bagua.remove()``."""
         families = self._families()
         for label, reference in self._models.items():
             model = reference()
@@ -212,7 +215,9 @@ def _of_last_step(reducer: Reducer) -> dict[str, float]:
     last = steps[-1]
     before_ns = steps[-2].end_ns if len(steps) > 1 else last.begin_ns
     # Weights may travel before the backward of the step, or after it.
-    events = [(group.name, event) for group in reducer.groups for event in group.events(parts=False, after_ns=before_ns)]
+    events = [
+        (group.name, event) for group in reducer.groups for event in group.events(parts=False, after_ns=before_ns)
+    ]
     spans, _ = reducer.recorder.spans(events)
     slowest_ns = max((span.end_ns - span.begin_ns for span in spans if span.kind == "operation"), default=0)
     times = ((last.end_ns - before_ns) / 1e9, last.exposed_ns / 1e9)

@@ -97,7 +97,7 @@ class QAdam(torch.optim.Optimizer):
             group.setdefault("fused", None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any optimizer.
+        """Adds a parameter group, as for any optimizer.
 
         Raises:
             InvalidArgument: an option of the group is out of range, a parameter is of complex numbers, or it is to be
@@ -119,8 +119,10 @@ class QAdam(torch.optim.Optimizer):
             raise InvalidArgument(f"fused=True, but a parameter is {reason}; leave fused out for such parameters")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer. ``fused`` stays as it is: a state fits either. A state of torch.optim.Adam whose warm-up
-        is not over is taken over, too: what it does not say (``warmup_steps``, ``variance_floor``) stays.
+        """Loads a state; ``fused`` stays as it is, since a state fits either.
+
+        A state of torch.optim.Adam within the warm-up is taken over, too: what it does not say (``warmup_steps``,
+        ``variance_floor``) stays.
 
         Raises:
             InvalidArgument: the state is of an optimizer that steps in another way.
@@ -348,7 +350,7 @@ def _why_not_fused(parameter: torch.Tensor) -> str | None:
 
 
 def _lie_alike(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Returns True if tensors of one shape have one dtype, and their elements the same order in memory, without gaps."""
+    """Returns True if tensors of one shape have one dtype, and lie in memory alike and without gaps."""
     first = tensors[0]
     if any(tensor.dtype is not first.dtype or tensor.is_neg() for tensor in tensors):
         return False
@@ -375,8 +377,8 @@ def _check_is_adam(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, 
             or any((loaded.get("maximize"), loaded.get("amsgrad"), decays_apart))
         ):
             raise InvalidArgument(
-                "the state to load is of neither a QAdam nor a plain Adam of torch.optim (without maximize, amsgrad and "
-                "decoupled weight decay), whose steps QAdam could continue; start QAdam anew"
+                "the state to load is of neither a QAdam nor a plain Adam of torch.optim (without maximize, amsgrad "
+                "and decoupled weight decay), whose steps QAdam could continue; start QAdam anew"
             )
         num_steps = max((int(state["step"]) for state in states if state), default=0)
         if "warmup_steps" not in loaded and num_steps >= group["warmup_steps"]:

@@ -1,4 +1,4 @@
-"""`python -m bagua.run`: the launcher, which is bagua/cli/run.py."""
+"""Runs the launcher, bagua/cli/run.py, as `python -m bagua.run`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Which torch this is."""
+"""The version of the torch that is installed."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def is_torch_at_least(major: int, minor: int) -> bool:
-    """By the release: 2.9.0a0, as in containers with a torch from before the release of 2.9, counts as 2.9."""
+    """Returns True for torch major.minor or later; a pre-release, such as 2.9.0a0 in containers, counts as 2.9."""
     return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (major, minor)

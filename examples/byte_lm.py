@@ -1,4 +1,4 @@
-"""A byte-level transformer on the text of Python's standard library: one file in ten is held out for validation.
+"""Trains a byte-level transformer on the text of Python's standard library; one file in ten is held out for validation.
 
     bagua run --nproc-per-node 2 examples/byte_lm.py --algorithm bytegrad --loss-csv loss.csv
     torchrun --nproc-per-node 2 examples/byte_lm.py --algorithm ddp     # torch DDP over gloo, for comparison
@@ -20,7 +20,7 @@ from report import Report
 
 import bagua
 
-CONTEXT = 64  # bytes that the model sees
+CONTEXT = 64  # bytes of input
 VALIDATION_WINDOWS = 256
 
 
@@ -30,7 +30,7 @@ class ByteTransformer(torch.nn.Module):
     def __init__(self, width: int = 128, depth: int = 2, num_heads: int = 4) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(256, width)
-        self.position = torch.nn.Parameter(torch.randn(CONTEXT, width) * 0.02)  # owned by the root module
+        self.position = torch.nn.Parameter(torch.randn(CONTEXT, width) * 0.02)  # a parameter of the root module
         layer = torch.nn.TransformerEncoderLayer(
             width, num_heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
@@ -45,7 +45,7 @@ class ByteTransformer(torch.nn.Module):
 
 
 def load_text(max_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train and validation bytes (1-D uint8) from the standard library's top-level modules, in order of name."""
+    """Loads train and validation bytes (1-D uint8) from the standard library's top-level modules, in order of name."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     train, validation = bytearray(), bytearray()
     for index, file in enumerate(files):
@@ -54,13 +54,13 @@ def load_text(max_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (len(starts), CONTEXT): the bytes from each start, and those one further."""
+    """Returns inputs and targets (len(starts), CONTEXT): the bytes from each start, and the bytes one further."""
     rows = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
     return rows[:, :-1], rows[:, 1:]
 
 
 def loss_of(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross entropy in nats per byte."""
+    """Returns the mean cross entropy in nats per byte."""
     inputs, targets = data
     return torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
@@ -91,7 +91,7 @@ def main() -> None:
     train, validation = load_text(args.max_bytes)
     spread = torch.linspace(0, len(validation) - CONTEXT - 1, VALIDATION_WINDOWS).long()
     held_out = windows(validation, spread[rank::world_size])
-    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # every rank draws its own windows
+    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # every rank draws different windows
 
     model = ByteTransformer()
     needs_qadam = not is_ddp and bagua.algorithms.get(args.algorithm).optimizer_class is bagua.optim.QAdam

@@ -1,4 +1,4 @@
-"""A CNN with BatchNorm on scikit-learn's handwritten digits: 8 x 8 pixels, 1437 to train and 360 to test.
+"""Trains a CNN with BatchNorm on scikit-learn's handwritten digits: 8 x 8 pixels, 1437 to train and 360 to test.
 
     bagua run --nproc-per-node 2 examples/digits.py --algorithm bytegrad
     torchrun --nproc-per-node 2 examples/digits.py --algorithm ddp      # torch DDP over gloo, for comparison
@@ -21,7 +21,7 @@ import bagua
 
 
 def make_model() -> torch.nn.Module:
-    """About 150,000 parameters."""
+    """Returns a model of about 150,000 parameters."""
     return torch.nn.Sequential(
         torch.nn.Conv2d(1, 32, 3, padding=1, bias=False),
         torch.nn.BatchNorm2d(32),
@@ -38,7 +38,7 @@ def make_model() -> torch.nn.Module:
 
 
 def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Train images (N, 1, 8, 8) and labels (N,), then those of the test; the split is the same in every run."""
+    """Loads train images (N, 1, 8, 8) and labels (N,), and those of the test; the split is the same in every run."""
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     split = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=labels)
@@ -47,7 +47,7 @@ def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def batches(num_images: int, batch_size: int, seed: int, rank: int, world_size: int) -> list[torch.Tensor]:
-    """Indices of this rank's batches for one epoch: all ranks cut the same permutation, each takes its part."""
+    """Returns the indices of this rank's batches for one epoch: a part of a permutation that all ranks draw alike."""
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))
     num_steps = num_images // (batch_size * world_size)  # equal on all ranks
     order = order[: num_steps * batch_size * world_size].reshape(num_steps, world_size, batch_size)
@@ -93,7 +93,7 @@ def main() -> None:
             loss = torch.nn.functional.cross_entropy(model(train_x[indices]), train_y[indices])
             loss.backward()
             optimizer.step()
-        if rank == 0:  # evaluation sends nothing; the other ranks wait in their next step
+        if rank == 0:  # evaluation does not communicate; the other ranks wait in their next step
             model.eval()
             with torch.no_grad():
                 predicted = (model.module if is_ddp else model)(test_x).argmax(1)

@@ -1,9 +1,9 @@
-"""Handwritten digits at four clients, on Flower: FedSGD's gradient and FedAvg, equal to the program in one process.
+"""Runs FedSGD's gradient and FedAvg on Flower, on digits at four clients, and compares them with one process.
 
     python examples/federated_flower.py     # needs pip install 'bagua[examples,flower]' 'flwr[simulation]'
 
-Runs in Flower's simulation, where a client is one of its nodes. Each line compares what Flower gave with the program in
-one process; the last one is JSON.
+It runs in Flower's simulation, where each client is a node. Each line compares Flower's result with that of the program
+in one process; the last one is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIENTS, LOCAL_STEPS, ROUNDS = 4, 5, 5
 
 
 def load_data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (clients, N, 64) and labels (clients, N): every fourth image is one client's."""
+    """Loads images (clients, N, 64) and labels (clients, N); each client has every fourth image."""
     images, labels = load_digits(return_X_y=True)
     each = len(labels) // CLIENTS * CLIENTS
     images = torch.tensor(images[:each], dtype=torch.float32) / 16
@@ -42,13 +42,13 @@ def loss_of(parameters, images, labels):
 
 @federated.program(clients=CLIENTS)
 def loss(parameters, images, labels):
-    """The mean over clients; its gradient is a step of FedSGD."""
+    """Returns the mean loss over clients, whose gradient is that of FedSGD."""
     sent = federated.broadcast(parameters)
     return federated.reduce_mean(federated.map_fn(loss_of, (sent, images, labels)))
 
 
 def train(parameters, images, labels):
-    """Some steps of gradient descent at a client."""
+    """Runs some steps of gradient descent at a client."""
     for _ in range(LOCAL_STEPS):
         slopes = grad(loss_of)(parameters, images, labels)
         parameters = {name: value - 0.5 * slopes[name] for name, value in parameters.items()}
@@ -57,13 +57,13 @@ def train(parameters, images, labels):
 
 @federated.program(clients=CLIENTS)
 def fedavg(parameters, images, labels):
-    """One round."""
+    """Runs a round of FedAvg."""
     sent = federated.broadcast(parameters)
     return federated.reduce_mean(federated.map_fn(train, (sent, images, labels)))
 
 
 def data_of(context) -> dict[str, torch.Tensor]:
-    """A node's own images."""
+    """Returns the images of a node."""
     images, labels = load_data()
     mine = context.node_config["partition-id"]
     return {"images": images[mine], "labels": labels[mine]}
@@ -98,7 +98,7 @@ def main() -> None:
     expected = {"value": loss(start, images, labels), "gradient": grad(loss)(start, images, labels), "model": start}
     for _ in range(ROUNDS):
         expected["model"] = fedavg(expected["model"], images, labels)
-    # Half a step for each client's part of a mean, and what float32 rounds in another order.
+    # The tolerance is half a step for each client's part of a mean, and the rounding of float32 sums.
     tolerance = ROUNDS * (federated.FixedPoint().tolerance(CLIENTS) + 1e-6)
     differences = {name: difference(found[name], expected[name]) for name in expected}
     for name, one in differences.items():

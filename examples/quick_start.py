@@ -1,4 +1,4 @@
-"""Ranks train a small model together, and print the loss of each one as they go.
+"""Trains a small model on several ranks, and prints the loss of each.
 
     bagua run --nproc-per-node 2 examples/quick_start.py
 
@@ -15,20 +15,20 @@ NUM_STEPS = 50
 
 
 def main() -> None:
-    bagua.init_process_group()  # reads what `bagua run` or torchrun has put into the environment
+    bagua.init_process_group()  # reads the environment set by `bagua run` or torchrun
     rank = bagua.get_rank()
 
-    torch.manual_seed(rank)  # another model and other data on each rank; with_bagua makes the models equal to rank 0's
+    torch.manual_seed(rank)  # different models and data on each rank; with_bagua makes the models equal to rank 0's
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")  # gradients travel in 8 bits instead of 32
+    model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")  # sends gradients in 8 bits instead of 32
 
     x = torch.randn(512, 64)
     y = x[:, :10].argmax(1)
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()  # returns when the gradients are the mean of all ranks'
+        loss.backward()  # afterwards gradients are the mean over all ranks
         optimizer.step()
         if step == 1 or step % 10 == 0:
             show(f"step {step:2}, loss:", loss)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def show(what: str, value: torch.Tensor) -> None:
-    """A line with every rank's value, printed by rank 0."""
+    """Prints every rank's value in one line, on rank 0."""
     of_ranks = torch.empty(bagua.get_world_size())
     bagua.all_gather(of_ranks, value.detach().float().reshape(1))
     if bagua.get_rank() == 0:

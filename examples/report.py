@@ -1,4 +1,4 @@
-"""What the examples print on rank 0: a bar and a line per epoch, the result, and the result as one line of JSON."""
+"""Prints the examples' output on rank 0: a bar and a line per epoch, the result, and the result as a line of JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 
 class Report:
-    """Times training and prints it on rank 0.
+    """A report that times training and prints results on rank 0.
 
     Args:
-        example, algorithm: names for the result line.
-        rank, world_size: of this process.
+        example, algorithm: the names in the result line.
+        rank, world_size: the rank of this process, and the number of ranks.
     """
 
     def __init__(self, example: str, algorithm: str, rank: int, world_size: int) -> None:
@@ -26,7 +26,7 @@ class Report:
         self._num_epochs = 0
 
     def steps(self, batches: Iterable[Any], num_steps: int) -> Iterator[Any]:
-        """``batches`` behind a progress bar; the time until the last of them is done counts as training."""
+        """Yields ``batches`` with a progress bar; the time until the last one is done counts as training."""
         self._num_epochs += 1
         begin = time.perf_counter()
         name = f"epoch {self._num_epochs}"
@@ -35,15 +35,15 @@ class Report:
         self._train_s += time.perf_counter() - begin
 
     def epoch(self, **values: float) -> None:
-        """The line of an epoch."""
+        """Prints the line of an epoch."""
         if self._is_shown:
             shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
             tqdm.write(f"epoch {self._num_epochs:3d}  {shown}  {self._train_s:.1f} s")
 
     def result(self, model: torch.nn.Module, **values: float) -> None:
-        """The closing lines: the metric, time and bytes of this rank, and all of it as JSON.
+        """Prints the metric, time and bytes of this rank, and all values as JSON.
 
-        torch DDP does not tell how long it waited nor what it sent: n/a, in JSON null.
+        torch DDP does not report waiting times or bytes sent: they are n/a, and null in JSON.
         """
         measured: dict[str, float | int | None] = {
             "train_s": self._train_s,
@@ -65,7 +65,7 @@ class Report:
 
 
 def _spelled_out(name: str) -> str:
-    """'train_s' -> 'train [s]'"""
+    """Formats a name with its unit: 'train_s' becomes 'train [s]'."""
     for suffix, unit in (("_s", "s"), ("_mb", "MB")):
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)} [{unit}]".replace("_", " ")

@@ -1,9 +1,9 @@
 """Writes the table of docs/algorithms.md, between its two marks, from the `about` of every algorithm's class.
 
-What each one keeps beside plain training, as measured, comes from docs/memory.md.
+The memory that each algorithm needs beyond plain training is read from docs/memory.md.
 
-Reads the sources without importing them, so that it runs before anything is built. Prints nothing, unless --check finds
-that the table is not up to date.
+The script reads the sources without importing them, so it runs before anything is built. It prints nothing, unless
+--check finds that the table is not up to date.
 
     python scripts/algorithms_table.py [--check] [docs/algorithms.md]
 """
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = {  # of About -> in the table
+COLUMNS = {  # fields of About -> columns of the table
     "sends": "what is sent",
     "to": "to whom",
     "when": "when",
@@ -26,7 +26,7 @@ COLUMNS = {  # of About -> in the table
     "use_when": "when to use it",
     "paper": "paper",
 }
-_MEASURED = {  # options of a row of docs/memory.md -> what stands before its figure
+_MEASURED = {  # options of a row of docs/memory.md -> text before its figure
     (): "",
     ("error_feedback=True", "state_dtype='float32'"): "with error feedback ",
     ("error_feedback=True", "state_dtype='bfloat16'"): "in bfloat16 ",
@@ -35,7 +35,7 @@ MARKS = re.compile(r"(<!-- algorithms: begin\b[^>]*-->\n).*?(<!-- algorithms: en
 
 
 def algorithms(folder: Path = ROOT / "bagua" / "algorithms") -> dict[str, dict[str, str]]:
-    """Name to the texts of its `about`: first those that exchange gradients, then those that exchange weights."""
+    """Returns the texts of `about` by algorithm: first those that exchange gradients, then those of weights."""
     found = {}
     for path in sorted(folder.glob("*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -51,7 +51,7 @@ def algorithms(folder: Path = ROOT / "bagua" / "algorithms") -> dict[str, dict[s
 
 
 def measured(document: Path = ROOT / "docs" / "memory.md") -> dict[str, str]:
-    """Algorithm to what it keeps: with its defaults, then with error feedback where that has been measured."""
+    """Returns the memory of each algorithm: with its defaults, and with error feedback if that was measured."""
     kept: dict[str, list[str]] = {}
     for line in document.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -62,7 +62,7 @@ def measured(document: Path = ROOT / "docs" / "memory.md") -> dict[str, str]:
 
 
 def table() -> str:
-    """In Markdown."""
+    """Returns the table in Markdown."""
     kept = measured()
     lines = [["algorithm", *COLUMNS.values(), "kept, measured, n = 4"], ["---"] * (2 + len(COLUMNS))]
     lines += [
@@ -73,7 +73,7 @@ def table() -> str:
 
 
 def updated(text: str) -> str:
-    """`text` with the table of today between the marks."""
+    """Returns `text` with the current table between the marks."""
     if len(MARKS.findall(text)) != 1:
         sys.exit("expected one `<!-- algorithms: begin ... -->` and one `<!-- algorithms: end -->` after it")
     return MARKS.sub(lambda found: found[1] + table() + found[2], text)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs benchmarks, those of the arguments or all that take minutes, and ends with what was skipped (status 77).
+# Runs the benchmarks given as arguments, or all that take minutes, and lists those that were skipped (status 77).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- $(grep -l '__name__ == "__main__"' benchmarks/*/*.py | grep -v benchmarks/replay/performance.py)

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p build/demo
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # two ranks share the cores; torchrun would say so at length
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # two ranks share the cores; without it torchrun prints a warning
 
 for algorithm in bytegrad ddp; do
   echo

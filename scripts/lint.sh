@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every formatter and linter, all of them even when one fails; `make format` fixes what a formatter can.
+# Runs every formatter and linter, even after one has failed; `make format` fixes formatting.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 status=0
@@ -13,7 +13,7 @@ check .venv/bin/python -m ruff check --quiet .
 check .venv/bin/python -m ruff format --quiet --check .
 check .venv/bin/python scripts/algorithms_table.py --check
 
-# The clang-format of .venv, pinned in constraints.txt: other versions format differently.
+# Uses the clang-format of .venv, pinned in constraints.txt, because other versions format differently.
 mapfile -t sources < <(find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | sort)
 echo "lint: clang-format on ${#sources[@]} files of csrc"
 .venv/bin/clang-format --dry-run --Werror "${sources[@]}" || status=1

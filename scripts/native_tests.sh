@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The C++ tests of the binary $1: those whose outcome does not depend on time in three processes at once, because some
-# wait, then the others by themselves.
+# Runs the C++ tests of the binary $1: first those that do not depend on time, in three processes at once, because some
+# wait; then the others, one at a time.
 set -euo pipefail
 binary=$1
 limit_s=600
@@ -12,10 +12,10 @@ EOF
 )
 
 logs=$(mktemp -d)
-# Ctrl-C does not reach what a script runs in the background.
+# Ctrl-C does not reach a script's background processes.
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 
-# $1: what they are; $2: the filter; $3: in how many processes. What fails is shown, each process after the other.
+# $1: a name; $2: the filter; $3: the number of processes. Prints the output of processes that failed.
 run_tests() {
   local begin=$SECONDS shard failed=0 pids=()
   rm -f "$logs"/*

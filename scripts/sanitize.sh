@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C++ tests under the thread sanitizer, then under the address and undefined-behaviour sanitizers.
+# Runs the C++ tests under the thread sanitizer, then under the address and undefined-behaviour sanitizers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,7 +9,7 @@ if setarch "$(uname -m)" -R true 2>/dev/null; then fixed_addresses=(setarch "$(u
 
 export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}"
 export ASAN_OPTIONS="detect_stack_use_after_return=1 ${ASAN_OPTIONS:-}"
-# Of random collectives per transport (csrc/tests/test_collectives_stress.cc).
+# The number of random collectives per transport (csrc/tests/test_collectives_stress.cc).
 export STRESS_CALLS="${STRESS_CALLS:-10000}"
 export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
 if [ -f csrc/tests/tsan.supp ]; then TSAN_OPTIONS+=" suppressions=$PWD/csrc/tests/tsan.supp"; fi

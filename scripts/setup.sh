@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Set-up for the Makefile: system packages, .venv, Python packages, bagua itself in editable form without
-# the native module (make builds that). Prints nothing and takes a moment when all is there already.
+# Sets up the build for the Makefile: system packages, .venv, Python packages, bagua in editable form without
+# the native module (make builds that). Prints nothing and takes a moment if everything is already there.
 #
 #   scripts/setup.sh           what running needs
 #   scripts/setup.sh --build   only what compiling needs, so that make can compile while pip unpacks PyTorch
 #   scripts/setup.sh --tests   what running needs, and GoogleTest
 #   scripts/setup.sh --lint    what running needs, and rustfmt and clippy
 #
-# Several of them are what any of them names; with --build the Python packages that only running needs stay out.
+# Options combine; with --build, Python packages that only running needs are left out.
 #
-# System packages are installed only as root; otherwise the command to run is printed. Nothing that is
-# there already is touched: a cargo from rustup, a newer cmake, an existing .venv.
+# System packages are installed only as root; otherwise the command to run is printed. Existing tools are
+# kept: a cargo from rustup, a newer cmake, an existing .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -70,14 +70,14 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
   echo "set-up: creating .venv with $("$PYTHON" -V)"
   "$PYTHON" -m venv --clear .venv || fail "$PYTHON -m venv failed. On Debian: apt-get install -y python3-venv"
 fi
-# One whose creation was interrupted, or that another tool has made.
+# Adds pip to a .venv whose creation was interrupted, or that another tool has made.
 .venv/bin/python -c 'import pip' 2>/dev/null || .venv/bin/python -m ensurepip >/dev/null ||
   fail ".venv has no pip. Remove .venv, then make again."
 
-# The stamp holds what the installed packages depend on, the folder too: a copied .venv points to the old one.
+# The stamp holds everything the installed packages depend on, the folder too, since a copied .venv refers to the old one.
 wanted=$({ pwd && .venv/bin/python -V && cat pyproject.toml constraints.txt setup.py; } | sha256sum)
 if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
-  # What is never imported need not be compiled, which takes as long as the rest; Python compiles what is.
+  # Skips compiling all packages, which takes as long as the rest; Python compiles a module when it is imported.
   pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt)
   if [ "$(cat .venv/bagua_build.stamp 2>/dev/null)" != "$wanted" ]; then
     "${pip[@]}" setuptools pybind11 || fail "pip failed; its output is above."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def result_of(path):
-    """The last line of the log that is a JSON object."""
+    """Returns the last line of the log that is a JSON object."""
     for line in reversed(path.read_text(errors="replace").splitlines()):
         if line.startswith("{"):
             return json.loads(line)

@@ -1,9 +1,9 @@
 """Writes bagua/_C.pyi, the types of the compiled module, from the signatures that pybind11 puts into its docstrings.
 
     python scripts/stub.py            # after a change in csrc/bindings
-    python scripts/stub.py --check    # exit status 1 if the file is another one
+    python scripts/stub.py --check    # exit status 1 if the file is not current
 
-What crosses the boundary as a number is an int or a float here; pybind11 would take any object with __index__.
+Numbers are an int or a float here; pybind11 would accept any object with __index__.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ HEADER = '''\
 import collections.abc
 '''
 
-# pybind11's words -> those of the stub. Classes that are registered after a signature that names them have C++'s names.
+# pybind11's words -> the stub's. A class that is registered after a signature that uses it has its C++ name there.
 REWRITTEN = (
     (r"typing\.SupportsInt( \| typing\.SupportsIndex)?", "int"),
     (r"typing\.SupportsFloat( \| typing\.SupportsIndex)?", "float"),
     (r"\bcollections\.abc\.Callable\b(?!\[)", "collections.abc.Callable[..., object]"),
     (r"\bbagua(::|\._C\.)", ""),
 )
-# What pybind11 implements without a signature: C's buffer protocol.
+# The buffer protocol of C, which pybind11 implements without a signature.
 WITHOUT_SIGNATURE = {"SharedMemory": ["def __buffer__(self, flags: int, /) -> memoryview: ..."]}
 
 
 def signature(text: str, name: str) -> ast.FunctionDef:
-    """The function that a docstring begins with."""
+    """Parses the function with which a docstring begins."""
     line = text.partition("\n")[0]
     for words, ours in REWRITTEN:
         line = re.sub(words, ours, line)
@@ -53,7 +53,7 @@ def signature(text: str, name: str) -> ast.FunctionDef:
 
 
 def written_parameters(function: ast.FunctionDef, is_method: bool) -> list[str]:
-    """As in a stub: what has no name in C++ is positional, and what has a default shows that by `...`."""
+    """Returns the parameters as in a stub: those without a name in C++ are positional, defaults are `...`."""
     arguments, shown = function.args.args, []
     first_default = len(arguments) - len(function.args.defaults)
     unnamed = 0
@@ -71,7 +71,7 @@ def written_parameters(function: ast.FunctionDef, is_method: bool) -> list[str]:
 
 
 def define(function: ast.FunctionDef, is_method: bool, indent: str) -> list[str]:
-    """The lines of a definition, broken as the formatter breaks them."""
+    """Returns the lines of a definition, broken as the formatter breaks them."""
     shown = written_parameters(function, is_method)
     returned = ast.unparse(function.returns) if function.returns else "object"
     head, tail = f"{indent}def {function.name}(", f") -> {returned}: ..."
@@ -85,7 +85,7 @@ def define(function: ast.FunctionDef, is_method: bool, indent: str) -> list[str]
 
 
 def members(kind: type) -> Iterator[str]:
-    """The lines of a class's body."""
+    """Returns the lines of a class's body."""
     indent = "    "
     for name, member in vars(kind).items():
         if name.startswith("_") and name not in ("__init__", "__repr__"):
@@ -99,7 +99,7 @@ def members(kind: type) -> Iterator[str]:
             yield from define(signature(member.__func__.__doc__ or "", name), False, indent)
         elif isinstance(member, int):
             yield f"{indent}{name}: int"
-        elif "(self: " in (member.__doc__ or ""):  # not what Python gives every class
+        elif "(self: " in (member.__doc__ or ""):  # excludes methods that Python gives every class
             yield from define(signature(member.__doc__, name), True, indent)
     for line in WITHOUT_SIGNATURE.get(kind.__name__, []):
         yield indent + line
@@ -113,7 +113,7 @@ def type_of(value: object) -> str:
 
 
 def stub(module: ModuleType) -> str:
-    """The text of the stub."""
+    """Returns the text of the stub."""
     names = sorted(name for name in vars(module) if not name.startswith("_"))
     classes = [name for name in names if isinstance(getattr(module, name), type)]
     functions = [name for name in names if callable(getattr(module, name)) and name not in classes]

@@ -24,7 +24,7 @@ from bagua.errors import InvalidArgument
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is sent for one bucket; shown by ``model.bagua.buckets`` and the timeline.
+    """The record of what is sent for one bucket; shown by ``model.bagua.buckets`` and the timeline.
 
     Attributes:
         operation: the collective, such as ``"all_reduce"``; several in their order, joined by " + "; "" before the
@@ -70,7 +70,7 @@ def _recorded(name: str) -> Callable[..., Work]:
 
 @dataclasses.dataclass
 class _UnderWay:
-    """What runs now, for a group and its subgroups.
+    """The bucket that is communicated now, for a group and its subgroups.
 
     Attributes:
         bucket: the one whose ``communicate`` runs.
@@ -124,7 +124,7 @@ class BucketGroup:
         return getattr(self.process_group, name)
 
     def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> BucketGroup:
-        """As ``ProcessGroup.subgroup``."""
+        """Makes a group of some of the ranks, see ``ProcessGroup.subgroup``."""
         return BucketGroup(self.process_group.subgroup(name, ranks, timeout), self._record, self)
 
     # --- operations
@@ -143,7 +143,7 @@ class BucketGroup:
         blocking: bool = False,
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
     ) -> Work:
-        """As ``bagua.all_reduce``; asynchronous.
+        """Starts ``bagua.all_reduce``.
 
         Args:
             feedback: of a bucket under a codec, the name of a ``parameter_state`` of the shape of the gradients: what
@@ -164,7 +164,9 @@ class BucketGroup:
             codec, spec, reason = None, None, reason or "one node"
         reads_once = codec is not None or (bucket is not None and bucket.device.type != "cpu")
         is_direct = reads_once and not hierarchical and prepare is None and parts is None
-        declaration = Declaration("all_reduce", spec, reason, hierarchical and not is_one_node, is_sum=op == ReduceOp.SUM)
+        declaration = Declaration(
+            "all_reduce", spec, reason, hierarchical and not is_one_node, is_sum=op == ReduceOp.SUM
+        )
         is_zero_copy = self._begin(bucket, declaration, is_direct)
         if prepare is not None:
             if bucket is not None:
@@ -210,7 +212,7 @@ class BucketGroup:
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
         flat: torch.Tensor | None = None,
     ) -> Work:
-        """As ``bagua.neighbor_average``; asynchronous.
+        """Starts ``bagua.neighbor_average``.
 
         Args:
             reason, parts: as for ``all_reduce``.
@@ -240,7 +242,7 @@ class BucketGroup:
         codec: str | codecs.Codec | codecs.SeededCodec,
         flat: torch.Tensor,
     ) -> Work:
-        """As ``ProcessGroup.difference_ring_average``, of the weights of ``bucket`` that are in ``flat``."""
+        """Starts ``ProcessGroup.difference_ring_average`` of the weights of ``bucket`` that are in ``flat``."""
         self._begin(bucket, Declaration("difference_ring_average", getattr(codec, "spec", codec)), False)
         work = self.process_group.difference_ring_average(flat, replicas, codec=codec, label=bucket.label)
         return self._end(bucket, work)
@@ -296,7 +298,7 @@ class BucketGroup:
         self._now.num_forwards = num_forwards if self.size > 1 else 0
 
     def begin(self, bucket: Bucket) -> None:
-        """What is started until ``pause`` belongs to ``bucket``, whose communication begins or continues."""
+        """Assigns what is started until ``pause`` to ``bucket``, whose communication begins or continues."""
         self._now.bucket = bucket
 
     def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""What algorithms that average gradients under a codec share: which buckets are encoded, error feedback, seeds.
+"""The common part of algorithms that average gradients under a codec: what is encoded, error feedback, seeds.
 
 Data path: policy. No algorithm by itself.
 """
@@ -97,7 +97,7 @@ class CompressedGradients(Algorithm):
         return _ONE_DIMENSIONAL if is_bias else _COMPRESSED
 
     def exempt(self, bucket: Bucket) -> str:
-        """Why ``bucket`` travels at full precision; "" if it does not."""
+        """Returns the reason why ``bucket`` travels at full precision; "" if it does not."""
         if bucket.kind == _NO_CODEC:
             return f"codec {self.codec_spec()} does not encode {bucket.dtype}"
         if bucket.kind == _ONE_DIMENSIONAL:

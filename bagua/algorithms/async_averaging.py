@@ -20,6 +20,7 @@ import math
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,10 +37,15 @@ from bagua.errors import Aborted, BaguaError, InvalidArgument
 
 logger = logging.getLogger("bagua")
 
-# What a rank tells the others in a round: whether it takes part in the next one, and if not, whether it ever will.
+# A rank's intention for the next round: it takes part, it pauses, or it leaves for good.
 _STAYS, _PAUSES, _LEAVES = range(3)
 
 _MAX_TEXT = 500  # characters of an exception that the other ranks are told
+
+_DROPPED = (
+    "a model was dropped while algorithm 'async' averages its weights: two threads and the connections of its rounds "
+    "stay open until the group closes; call model.bagua.remove() before dropping the model"
+)
 
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -128,6 +134,8 @@ class AsyncAveraging(Algorithm):
         self._is_paused = False
         self._rounds = group.subgroup(f"async-{number}", range(group.size), group.timeout)
         self._group = self._rounds.process_group
+        self._dropped = weakref.finalize(self, warnings.warn, _DROPPED, ResourceWarning)
+        self._dropped.atexit = False
         self._group.before_close.append(
             functools.partial(
                 _leave, weakref.ref(self), weakref.ref(self._group), group.process_group, sys.exc_info()[1]
@@ -200,7 +208,7 @@ class AsyncAveraging(Algorithm):
             )
 
     def _warn_if_stalled(self) -> None:
-        """Of optimizers that do not step: no error tells of it where all ranks wait for the same one."""
+        """Warns of optimizers that do not step: no error reports it where all ranks wait for the same one."""
         current = self._round
         if current is None or current.seen_s is None:
             return
@@ -241,6 +249,7 @@ class AsyncAveraging(Algorithm):
             self._intention = _STAYS
 
     def detach(self) -> None:
+        self._dropped.detach()
         self._group.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class About:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterState:
-    """What an algorithm remembers of each parameter from one backward to the next; zeros at first.
+    """A value that an algorithm remembers of each parameter from one backward to the next; zeros at first.
 
     The library keeps it, moves it when buckets are laid out anew and puts it into checkpoints. What ``communicate``
     writes counts if the results of all buckets are finite; a backward with NaN or Inf changes nothing, and neither does
@@ -67,7 +67,7 @@ class ParameterState:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What an algorithm does for a while, such as a warm-up.
+    """A phase of an algorithm, such as a warm-up.
 
     Attributes:
         name: buckets are laid out anew when it changes.
@@ -80,7 +80,7 @@ class Stage:
 
 @dataclasses.dataclass
 class Training:
-    """What an algorithm is part of, from ``attach`` to ``detach``.
+    """The training that an algorithm is part of, from ``attach`` to ``detach``.
 
     Attributes:
         group: the ranks that train together.

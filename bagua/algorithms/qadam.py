@@ -99,7 +99,7 @@ class QAdam(CompressedGradients):
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        # By parameter: the optimizer, and the index of its group there, since load_state_dict makes new groups.
+        # Maps a parameter's id to its optimizer and the index of its group, since load_state_dict makes new groups.
         self._place_of = {
             id(parameter): (optimizer, index)
             for optimizer in training.optimizers

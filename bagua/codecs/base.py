@@ -1,8 +1,8 @@
-"""What every codec offers to Python: sizes, encode, decode and its error bound. The maths is in csrc/codecs.
+"""The Python interface of a codec: sizes, encode, decode and the error bound. The maths is in csrc/codecs.
 
-A codec maps float32, float16 or bfloat16 to bytes, block by block; scale and codes of a block stand
-together. Finite input gives finite output within the bound. A NaN or Inf makes its block decode to
-NaN, never to ordinary numbers. A codec is stateless. Its options are the keyword-only fields of its class.
+A codec maps float32, float16 or bfloat16 to bytes, block by block; scale and codes of a block are adjacent. Finite
+input gives finite output within the bound. A NaN or Inf makes its block decode to NaN, never to ordinary numbers. A
+codec is stateless. Its options are the keyword-only fields of its class.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from bagua.errors import InvalidArgument
 
 
 class SeededCodec(NamedTuple):
-    """What ``codec=`` of a collective accepts: a codec with the seed of its random rounding."""
+    """A codec with the seed of its random rounding, as ``codec=`` of a collective accepts it."""
 
     spec: str
     seed: int
 
 
 class Codec:
-    """One codec. Subclasses set ``name`` (by their file stem) and state their error bound.
+    """The base class of codecs. A subclass is named by its file's stem and states its error bound.
 
     Example:
         >>> import bagua, torch
@@ -41,15 +41,15 @@ class Codec:
     """
 
     name: ClassVar[str] = ""
-    is_random: ClassVar[bool] = False  # rounds at random: the same values may give other bytes
-    keeps_constants: ClassVar[bool] = True  # a block of one value comes back as it was
-    # A contraction, whose loss is of the order of what is sent; an algorithm uses it with error feedback only.
+    is_random: ClassVar[bool] = False  # rounds at random, so the same values may give other bytes
+    keeps_constants: ClassVar[bool] = True  # a block of equal values decodes exactly
+    # True for a contraction, whose error is as large as its input: algorithms use it with error feedback only.
     needs_error_feedback: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
 
     @property
     def spec(self) -> str:
-        """Its name and those of its options that are not the defaults: what ``codec=`` accepts.
+        """The name, with the options that differ from their defaults, as ``codec=`` accepts it.
 
         Example:
             >>> import bagua
@@ -61,13 +61,14 @@ class Codec:
         return self.name + (":" + ",".join(chosen) if chosen else "")
 
     def with_seed(self, seed: int, *more: int) -> SeededCodec:
-        """The codec for one collective call, drawing from `seed` and the rank: a replay then gives the same bits.
+        """Returns the codec for one collective call, whose rounding depends on `seed` and the rank alone.
 
-        Without, a codec that rounds at random draws from the number of the operation in its group, and the rank.
+        Running the call again then gives the same bits. Without a seed, the rounding depends on the number of the
+        operation in its group, and the rank.
 
         Args:
-            seed: 0 to 2**64 - 1; another one for every call.
-            more: such as a step and the index of the call in it, so that `seed` may stay.
+            seed: 0 to 2**64 - 1; a new one for every call.
+            more: further parts of the seed, such as a step and the index of the call in it, so that `seed` may stay.
         """
         for part in (seed, *more):
             if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < 2**64:
@@ -78,30 +79,30 @@ class Codec:
 
     @property
     def is_expansive(self) -> bool:
-        """Whether what it loses is larger than what it encodes, so that error feedback would grow without bound."""
+        """Returns True if the error can exceed the input, so that residuals would grow without bound."""
         return False
 
     @property
     def block_numel(self) -> int:
-        """Elements per block; only the last block of a message may be shorter."""
+        """The number of elements per block; only the last block of a message may be shorter."""
         return _C.codec_block_numel(self.spec)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of an encoded message of ``numel`` elements of ``dtype``: a function of these two alone."""
+        """Returns the bytes of a message of ``numel`` elements of ``dtype``, a function of these two alone."""
         self._check_dtype(dtype)
         return _C.codec_wire_bytes(self.spec, numel, dtype_code(dtype))
 
     def encode(self, tensor: torch.Tensor, *, key: int | None = None) -> torch.Tensor:
-        """The message for ``tensor``: 1-D uint8 of ``wire_bytes`` elements.
+        """Encodes ``tensor`` into a message: 1-D uint8 of ``wire_bytes`` elements.
 
         Args:
             tensor: any shape, contiguous, of one of ``dtypes``. On a device it is encoded there, in the order of the
                 current stream.
-            key: what a codec that rounds at random draws from, 0 to 2**64 - 1: the same key and values give the same
-                bytes. By default a new one from torch's generator, which ``torch.manual_seed`` repeats.
+            key: the seed of random rounding, 0 to 2**64 - 1: the same key and values give the same bytes. By default
+                a new one from torch's generator, which ``torch.manual_seed`` repeats.
 
         Raises:
-            InvalidArgument: another dtype, not contiguous, without memory, or on a device that bagua does not know.
+            InvalidArgument: another dtype, not contiguous, without memory, or on a device that bagua does not support.
         """
         self._check_dtype(tensor.dtype)
         check_supported(tensor.device, "tensor")
@@ -117,10 +118,10 @@ class Codec:
         return encoded
 
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The 1-D tensor of ``numel`` elements of ``dtype`` that ``encoded`` stands for.
+        """Decodes a message into a 1-D tensor of ``numel`` elements of ``dtype``.
 
         Args:
-            encoded: what ``encode`` returned for a tensor of ``numel`` elements of the same dtype.
+            encoded: the message that ``encode`` returned for a tensor of ``numel`` elements of the same dtype.
 
         Raises:
             InvalidArgument: ``encoded`` is not uint8, contiguous and ``wire_bytes(numel, dtype)`` long.
@@ -132,14 +133,14 @@ class Codec:
         return decoded
 
     def decode_add(self, encoded: torch.Tensor, total: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-        """``total += decode(encoded, total.numel(), dtype)``, in one pass and in float32.
+        """Adds a decoded message: ``total += decode(encoded, total.numel(), dtype)``, in one pass and in float32.
 
         Args:
-            encoded: what ``encode`` returned for a tensor of ``total.numel()`` elements of ``dtype``.
-            total: float32, contiguous, where ``encoded`` is; changed in place.
+            encoded: the message that ``encode`` returned for a tensor of ``total.numel()`` elements of ``dtype``.
+            total: float32, contiguous, on the device of ``encoded``; changed in place.
 
         Raises:
-            InvalidArgument: either is not so.
+            InvalidArgument: an argument is not as above.
         """
         if total.dtype != torch.float32 or not total.is_contiguous():
             raise InvalidArgument(
@@ -160,12 +161,12 @@ class Codec:
         average: bool = False,
         key: int | None = None,
     ) -> torch.Tensor:
-        """The message for the sum of several, in one pass: what a compressed all_reduce does between its exchanges.
+        """Returns the message for the sum of several, in one pass: the middle part of a compressed all_reduce.
 
-        Its bytes are those of ``encode`` for a float32 tensor to which ``decode_add`` has added all messages in a row.
+        Its bytes equal those of ``encode`` for a float32 tensor to which ``decode_add`` added all messages in order.
 
         Args:
-            messages: uint8, contiguous, one message in each row: what ``encode`` returned for tensors of ``numel``
+            messages: uint8, contiguous, one message per row, each returned by ``encode`` for a tensor of ``numel``
                 elements of ``dtype``.
             average: encode the mean.
             key: as in ``encode``.
@@ -174,7 +175,7 @@ class Codec:
             1-D uint8 of ``wire_bytes(numel, torch.float32)`` elements.
 
         Raises:
-            InvalidArgument: ``messages`` is not so.
+            InvalidArgument: ``messages`` is not as above.
         """
         expected_bytes = self.wire_bytes(numel, dtype)
         if messages.dim() != 2 or messages.shape[0] == 0:
@@ -193,14 +194,14 @@ class Codec:
         return encoded
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""
+        """Returns the largest |decode(encode(tensor)) - tensor| per element of finite input: float64, same shape."""
         raise NotImplementedError(f"{type(self).__name__}.error_bound")
 
     def _empty_message(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(self.wire_bytes(numel, dtype), dtype=torch.uint8, device=device)
 
     def _key(self, key: int | None) -> int:
-        """What a codec that rounds at random draws from. Raises InvalidArgument."""
+        """Returns the seed of random rounding, a new one if `key` is None. Raises InvalidArgument."""
         if key is None:
             key = int(torch.randint(2**63 - 1, (), device="cpu")) if self.is_random else 0
         if not 0 <= key < 2**64:
@@ -225,7 +226,7 @@ class Codec:
 
 
 def half_ulp(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Half the distance of neighbouring values of ``dtype`` at each element's magnitude: float64, same shape.
+    """Returns half the distance between neighbouring values of ``dtype`` at each element: float64, same shape.
 
     Example:
         >>> half_ulp(torch.tensor([1.0, 0.0]), torch.float16).tolist() == [2.0**-11, 2.0**-25]

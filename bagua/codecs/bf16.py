@@ -10,7 +10,7 @@ from bagua.codecs.registry import register
 
 @register
 class BF16(Codec):
-    """Error: half a unit in the last place of bfloat16 (a whole one where rounding up would overflow to Inf)."""
+    """The upper half of a float32. Error: half a unit in the last place (one unit where rounding up gave Inf)."""
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         rounding = half_ulp(tensor, tensor.dtype) if tensor.dtype == torch.float16 else 0

@@ -1,8 +1,8 @@
 """minmax_uint8: 255 steps between the smallest and the largest value of each block of 2048.
 
-Wire size: a byte per element and the block's scale. The step is relative to the block's range, with
-no absolute epsilon, so tiny gradients keep all 256 levels. Zeros and constant blocks are exact: where a block's values
-have both signs, or a zero among them, its 256 levels are moved by at most half a step, so that one of them is 0.
+Wire size: a byte per element, and the block's scale. The step is relative to the block's range, with no absolute
+epsilon, so tiny gradients keep all 256 levels. Zeros and constant blocks are exact: if a block has values of both
+signs, or a zero, its 256 levels are moved by at most half a step, so that one of them is 0.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from bagua.codecs.registry import register
 
 @register
 class MinMaxUInt8(Codec):
-    """Rounds to the nearest of 256 evenly spaced values from the min of the block to its max, one of them 0 if between.
+    """Rounds to the nearest of 256 evenly spaced values from the block's min to its max, including 0 if it is between.
 
-    Error: (max - min) / 510 of the element's block, and the rounding of the result to its dtype; none of a zero.
+    Error: (max - min) / 510 of the element's block, and the rounding of the result to its dtype; 0 for zeros.
     """
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:

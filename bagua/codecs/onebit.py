@@ -1,7 +1,8 @@
 """onebit: the sign of every element, and the mean magnitude of each block of 2048. A 32nd of float32.
 
-A contraction, not a rounding: what is lost is of the order of what is sent, so it is used with error feedback, which
-adds it to what is sent next. Sources: arXiv 1802.04434, 2102.02888.
+This is a contraction, not a rounding: the error is as large as the input, so algorithms use it with error feedback,
+which adds the error to the next message. Zeros do not stay zero: 0 decodes to the mean magnitude of its block.
+Sources: arXiv 1802.04434, 2102.02888.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from bagua.codecs.registry import register
 
 @register
 class OneBit(Codec):
-    """x becomes mean |x| of its block, with the sign of x.
+    """Replaces x by the mean magnitude of its block, with the sign of x.
 
-    Error: the difference of |x| and that mean, and the rounding of the result to its dtype.
+    Error: the difference between |x| and that mean, and the rounding of the result to its dtype.
     """
 
     needs_error_feedback: ClassVar[bool] = True

@@ -1,7 +1,7 @@
-"""qsgd: 8, 4 or 2 bits per element, rounded at random so that no rounding error adds up.
+"""qsgd: 8, 4 or 2 bits per element, rounded at random so that rounding errors average out.
 
-Per block of 2048 the norm (the largest magnitude) and, with L = 2^(bits-1) - 1, a level from -L to L per element. What
-is decoded has the encoded value as its expectation. Source: QSGD, arXiv 1610.02132.
+A message has the norm (the largest magnitude) of each block of 2048 and, with L = 2^(bits-1) - 1, a level from -L to L
+per element. The expectation of a decoded value is the encoded value. Source: QSGD, arXiv 1610.02132.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bagua.codecs.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QSGD(Codec):
-    """Rounds to one of the two neighbouring levels, the nearer one more often.
+    """Rounds at random to one of the two neighbouring levels, to the nearer one more often.
 
     Error: less than a step, norm / L, and the rounding of the result to its dtype.
 

@@ -1,4 +1,4 @@
-"""Names to codecs. A codec is one file of this folder, found by its file stem; there is no list."""
+"""The registry of codecs. Each file of this folder is one codec, found by its stem; there is no list."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from bagua.errors import InternalError, InvalidArgument
 _PACKAGE = "bagua.codecs"
 _NOT_PLUGINS = ("base", "registry")
 _classes: dict[str, type[Codec]] = {}
-_codecs: dict[str, Codec] = {}  # by spec, as it was asked for
+_codecs: dict[str, Codec] = {}  # by spec, as the caller spelt it
 
 
 def register(cls: type[Codec]) -> type[Codec]:
-    """Class decorator: makes a codec available under the stem of its file."""
+    """Registers a codec class under the stem of its file; a class decorator."""
     cls.name = cls.__module__.rpartition(".")[2]
     _classes[cls.name] = cls
     return cls
 
 
 def available() -> tuple[str, ...]:
-    """The names that ``codec=`` accepts, sorted.
+    """Returns the names that ``codec=`` accepts, sorted.
 
     Example:
         >>> "minmax_uint8" in available()
@@ -33,10 +33,10 @@ def available() -> tuple[str, ...]:
 
 
 def get(name: str, **options: int) -> Codec:
-    """The codec that is registered under ``name``, with its options: ``get("qsgd", bits=4)``, ``get("qsgd:bits=4")``.
+    """Returns the codec of that name, with options: ``get("qsgd", bits=4)`` or ``get("qsgd:bits=4")``.
 
     Raises:
-        InvalidArgument: unknown name, option or value (the message lists the known ones), or options in both ways.
+        InvalidArgument: an unknown name, option or value (the message lists the known ones), or options in both places.
     """
     if not isinstance(name, str):
         raise InvalidArgument(f"codec {name!r} is a {type(name).__name__}, expected one of {', '.join(available())}")
@@ -48,7 +48,7 @@ def get(name: str, **options: int) -> Codec:
         stem = spec.partition(":")[0]
         if stem not in available():
             raise InvalidArgument(f"unknown codec {stem!r}; available: {', '.join(available())}")
-        _C.codec_block_numel(spec)  # raises for options that the core does not know
+        _C.codec_block_numel(spec)  # raises for unknown options
         cls = _class_of(stem)
         given = [one.split("=") for one in spec.partition(":")[2].split(",") if one]
         _codecs[spec] = cls(**{option: int(value) for option, value in given})

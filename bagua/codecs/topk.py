@@ -1,7 +1,7 @@
-"""topk: the k elements of largest magnitude of each block of 2048, as they are, and zeros for the others.
+"""topk: the k elements of largest magnitude of each block of 2048, unchanged, and zeros for the others.
 
-A contraction, not a rounding: what is lost is of the order of what is sent, so it is used with error feedback, which
-adds it to what is sent next. Sources: arXiv 1712.01887, 1809.07599.
+This is a contraction, not a rounding: the error is as large as the input, so algorithms use it with error feedback,
+which adds the error to the next message. Sources: arXiv 1712.01887, 1809.07599.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from bagua.codecs.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
-    """Sends the value and the index of the k largest by magnitude, of equal ones those of lower index.
+    """Sends the values and indices of the k largest elements by magnitude; of equal ones the lower indices win.
 
-    Error: all of an element that is not among them, nothing of one that is; over a block of d elements the squares of
-    the errors add up to at most 1 - k / d of the squares of the elements.
+    Error: the whole element if it is not sent, else 0. Over a block of d elements the squared errors add up to at most
+    1 - k / d of the sum of squares.
 
     Args:
-        k: 8, 16, 32, 64, 128 or 256 per block; 6 bytes each.
+        k: elements per block, 8, 16, 32, 64, 128 or 256, at 6 bytes each.
     """
 
     keeps_constants: ClassVar[bool] = False

@@ -29,7 +29,7 @@ class BufferBroadcast:
 
     def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
         self._model, self._group = weakref.ref(model), group
-        # By device: the message, its memory, and the buffers in it.
+        # One per device: the message, its memory, and the buffers in it.
         self._under_way: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
 
     def start(self) -> list[Work]:

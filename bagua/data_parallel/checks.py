@@ -17,8 +17,9 @@ from bagua.distributed.devices import check_supported
 from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
 
+
 def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """What must be equal on all ranks of a model and its optimizers, section to value.
+    """Describes what must be equal on all ranks of a model and its optimizers, section to value.
 
     Example:
         >>> describe_model(torch.nn.Linear(2, 1, bias=False), [])
@@ -29,22 +30,15 @@ def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opti
         kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
         described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_memory_format_of(parameter)}"
     for name, buffer in model.named_buffers():
-        described[f"buffer {name!r}"] = describe_buffer(buffer)
+        described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         described.update(describe_optimizer(index, optimizer, name_of))
     return described
 
 
-def describe_buffer(buffer: Any) -> str:
-    """What must be equal on all ranks of a buffer; of what is none, the value."""
-    if not isinstance(buffer, torch.Tensor):
-        return "none" if buffer is None else repr(buffer)
-    return f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
-
-
 def _memory_format_of(parameter: torch.Tensor) -> str:
-    """Gradients are added up as they lie in memory, as the parameter does; axes of one element have no order."""
+    """Describes how gradients lie in memory, as they are added up so; axes of one element have no order."""
     is_strided = parameter.requires_grad and parameter.layout is torch.strided
     if not is_strided or parameter.is_contiguous() or not is_dense(parameter):
         return ""
@@ -53,10 +47,9 @@ def _memory_format_of(parameter: torch.Tensor) -> str:
 
 
 def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> dict[str, str]:
-    """As ``describe_model``, of one optimizer: its class, and its parameters by index, since states are keyed by index.
+    """Describes one optimizer: its class, and its parameters by index, since states are keyed by index.
 
-    Options such as lr are not compared: with_bagua sets them to rank 0's, and from then on the trainer may change them,
-    also on one rank alone where weights are averaged.
+    Options such as lr are not compared: with_bagua sets them to rank 0's.
 
     Args:
         name_of: the names of the model's parameters by their ids; other parameters are described by their shapes.
@@ -72,7 +65,7 @@ def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Ma
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each rank has the states of some parameters, which no other has, and ``state_dict`` refuses to tell."""
+    """Returns True if the states of the parameters are spread over the ranks."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
@@ -84,7 +77,7 @@ def check_is_model(model: Any) -> None:
 
 
 def optimizers_in(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """One optimizer, or several, as a tuple.
+    """Returns one optimizer, or several, as a tuple.
 
     Raises:
         InvalidArgument: naming what is none.
@@ -124,7 +117,7 @@ def check_model(
     for name, parameter in model.named_parameters():
         _check_memory(parameter, f"parameter {name!r}")
     for name, buffer in model.named_buffers():
-        check_buffer(name, buffer)
+        _check_memory(buffer, f"buffer {name!r}")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise InvalidArgument(
@@ -155,14 +148,6 @@ def check_model(
                 _check_memory(value, f"the state {key!r} of optimizers[{index}] ({type(optimizer).__name__})")
 
 
-def check_buffer(name: str, buffer: Any) -> None:
-    """Raises InvalidArgument for what cannot hold rank 0's values; None is no buffer yet."""
-    if not (buffer is None or isinstance(buffer, torch.Tensor)):
-        raise InvalidArgument(f"buffer {name!r} is {_kind_of(buffer)}, expected a tensor")
-    _check_initialized(name, buffer)
-    _check_memory(buffer, f"buffer {name!r}")
-
-
 def _check_initialized(name: str, tensor: Any) -> None:
     if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
         raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
@@ -177,9 +162,6 @@ def _check_memory(value: Any, what: str) -> None:
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{what} has layout {value.layout}; convert it with .to_dense() first")
     address_of(value, what)
-    if value.is_conj() or value.is_neg():
-        kind, copied = ("conjugate", "resolve_conj") if value.is_conj() else ("negative", "resolve_neg")
-        raise InvalidArgument(f"{what} is the lazy {kind} of what its memory holds; replace it by its .{copied}()")
     if value.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True)):
         raise InvalidArgument(
             f"{what} of shape {tuple(value.shape)} is expanded: several of its elements share one memory location, so "
@@ -194,15 +176,15 @@ def check_exchanges(algorithm: Algorithm) -> None:
             f"algorithm {algorithm.name!r} has exchanges = {algorithm.exchanges!r}, expected 'gradients' or 'weights'"
         )
     kind = type(algorithm)
-    hooks = ("communicate",) if algorithm.exchanges == "gradients" else _WEIGHT_HOOKS
-    if all(getattr(kind, hook) is getattr(Algorithm, hook) and hook not in vars(algorithm) for hook in hooks):
+    hooks = [hook for hook in _WEIGHT_HOOKS if getattr(kind, hook) is not getattr(Algorithm, hook)]
+    if algorithm.exchanges == "weights" and not hooks and not vars(algorithm).keys() & _WEIGHT_HOOKS:
         raise InvalidArgument(
-            f"algorithm {algorithm.name!r} exchanges {algorithm.exchanges}, but {kind.__name__} defines no "
-            f"{' or '.join(hooks)} to do so, so the ranks would part; see bagua/algorithms/base.py"
+            f"algorithm {algorithm.name!r} exchanges weights, but {kind.__name__} defines no hook to do so in, so the "
+            "ranks would part; define before_optimizer_step or after_optimizer_step, as in bagua/algorithms/base.py"
         )
 
 
-_WEIGHT_HOOKS = ("before_forward", "before_optimizer_step", "after_optimizer_step")
+_WEIGHT_HOOKS = {"before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step"}
 
 
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:
@@ -218,7 +200,7 @@ def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name:
 def optimizers_of_parameters(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str
 ) -> dict[int, int]:
-    """Which of the optimizers steps each trainable parameter, by the parameter's id.
+    """Returns the index of the optimizer that steps each trainable parameter, by the parameter's id.
 
     Raises:
         InvalidArgument: none or several do, so that it is not clear when its weights may be exchanged; or one does in

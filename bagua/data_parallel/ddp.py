@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from bagua.algorithms import Algorithm
 from bagua.buckets import DEFAULT_BUCKET_BYTES
@@ -78,9 +78,6 @@ class DistributedDataParallel(torch.nn.Module):
             process_group is not None and not isinstance(process_group, ProcessGroup),
             "pass a group made by bagua.new_group",
         )
-        for name, (default, instead) in _TORCH_ONLY.items():
-            value = options.pop(name, default)
-            _refuse(name, value, value is not default, instead)
         bucket_bytes = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
         self.module = with_bagua(
             module,
@@ -101,7 +98,7 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As ``model.bagua.no_sync()``: backwards inside stay local. Those of a copy always do."""
+        """Keeps backwards inside local, as ``model.bagua.no_sync()``; those of a copy always are."""
         return self.module.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
@@ -113,7 +110,7 @@ class DistributedDataParallel(torch.nn.Module):
         raise InvalidArgument(_UNEVEN)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As ``join``, for torch.distributed.algorithms.Join."""
+        """Refuses, as ``join`` does, torch.distributed.algorithms.Join."""
         raise InvalidArgument(_UNEVEN)
 
     @property
@@ -144,35 +141,13 @@ def _device(given: Any, devices: set[torch.device]) -> torch.device | None:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The arguments of a forward on the device, in the containers into which torch's class looks."""
-    if isinstance(value, (torch.Tensor, torch.nn.utils.rnn.PackedSequence)):
-        return value.to(device)
-    if isinstance(value, dict):
-        moved = {key: _moved(one, device) for key, one in value.items()}
-        if type(value) is dict:  # torch.compile traces no copy of one
-            return moved
-        value = copy.copy(value)
-        value.update(moved)
-        return value
-    if isinstance(value, (list, tuple)):
-        parts = [_moved(one, device) for one in value]
-        if isinstance(value, list):
-            return parts
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
+    """Returns the arguments of a forward on the device, in the containers that torch's pytrees know."""
+    kinds = (torch.Tensor, torch.nn.utils.rnn.PackedSequence)
+    return pytree.tree_map(
+        lambda one: one.to(device) if isinstance(one, kinds) else one, value, is_leaf=lambda one: isinstance(one, kinds)
+    )
 
 
-# Arguments of torch's that are refused, and are no options of an algorithm: default, and what to do.
-_TORCH_ONLY = {
-    "delay_all_reduce_named_params": (None, "gradients travel in the order in which they become ready: leave it out"),
-    "param_to_hook_all_reduce": (None, "gradients travel in the order in which they become ready: leave it out"),
-    "mixed_precision": (None, "train under torch.autocast, and send fewer bits by algorithm='bytegrad', codec='bf16'"),
-    "device_mesh": (None, "pass process_group=bagua.from_torch_group(device_mesh.get_group())"),
-    "skip_all_reduce_unused_params": (False, "pass find_unused_parameters=True, and freeze what no rank ever uses"),
-    "bucket_cap_mb_list": (None, "pass bucket_cap_mb: the first and the last buckets are smaller by themselves"),
-    "batched_grad_copy": (False, "gradients move to their buckets one by one, during backward: leave it out"),
-    "forward_sync_buffers": (None, "pass broadcast_buffers"),
-}
 _UNEVEN = (
     "uneven inputs cannot be joined; give all ranks the same number of batches, as DistributedSampler does together "
     "with drop_last=True, or train with torch's DistributedDataParallel on the backend 'bagua', which can join them"

@@ -59,9 +59,9 @@ def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
 def no_gradient(name: str, rank: int) -> InvalidArgument:
     """The error of a parameter that backward has reached without leaving a gradient."""
     return InvalidArgument(
-        f"rank {rank}: backward has reached parameter {name!r}, but its .grad is None: a hook of the parameter has taken "
-        "it away, as optimizers that step in backward do (LOMO), or an autograd.Function returned None for it. Zeros "
-        "would be averaged; step after backward, or pass find_unused_parameters=True",
+        f"rank {rank}: backward has reached parameter {name!r}, but its .grad is None: a hook of the parameter has "
+        "cleared it, as optimizers that step in backward do (LOMO), or an autograd.Function returned None for it. Step "
+        "after backward, or pass find_unused_parameters=True",
         rank=rank,
     )
 
@@ -69,8 +69,8 @@ def no_gradient(name: str, rank: int) -> InvalidArgument:
 def moved(name: str, rank: int) -> InvalidArgument:
     """The error of a model that was moved or converted after the wrap, and its gradients with it."""
     return InvalidArgument(
-        f"rank {rank}: the memory of the gradient of {name!r} was moved since the model was wrapped (by .to(), .half(), "
-        "share_memory() or the like); do that before with_bagua, or call it again",
+        f"rank {rank}: the memory of the gradient of {name!r} was moved since the wrap, by .to(), .half(), "
+        "share_memory() or the like; do that before with_bagua, or call it again",
         rank=rank,
     )
 
@@ -113,8 +113,8 @@ def never_ready(names: Sequence[str], missing: Sequence[int], rank: int, began_a
     shown = ", ".join(repr(names[index]) for index in missing[:8]) + (f" and {num - 8} more" if num > 8 else "")
     return InvalidArgument(
         f"rank {rank}: backward has ended and {num} of {len(names)} parameters have no gradient: {shown}. They took no "
-        "part in the loss, or were frozen or replaced after the model was wrapped; pass find_unused_parameters=True, or "
-        "set requires_grad=False before with_bagua" + ("" if began_at_output else _INSIDE_ANOTHER),
+        "part in the loss, or were frozen or replaced after the wrap; pass find_unused_parameters=True, or set "
+        "requires_grad=False before with_bagua" + ("" if began_at_output else _INSIDE_ANOTHER),
         rank=rank,
     )
 
@@ -138,8 +138,8 @@ def nonfinite(buckets: Sequence[Bucket]) -> InvalidArgument:
         )
     where = "; ".join(f"{bucket.label} ({', '.join(bucket.names)})" for bucket in buckets)
     return InvalidArgument(
-        f'a gradient is NaN or Inf on some rank (nonfinite="raise"): {where}. No weight has changed; skip the step with '
-        "zero_grad()",
+        f'a gradient is NaN or Inf on some rank (nonfinite="raise"): {where}. No weight has changed; skip the step '
+        "with zero_grad()",
         bucket=buckets[0].label,
     )
 
@@ -147,9 +147,8 @@ def nonfinite(buckets: Sequence[Bucket]) -> InvalidArgument:
 def unseen_step(index: int, kind: str, algorithm_name: str, rank: int) -> InvalidArgument:
     """The error of weights that have changed without a step of the optimizer that was passed to with_bagua."""
     return InvalidArgument(
-        f"rank {rank}: weights that optimizers[{index}] ({kind}) of with_bagua steps have changed since the last forward "
-        f"without a step of it. Algorithm {algorithm_name!r} exchanges weights at the steps of the optimizers that were "
-        "passed to with_bagua: after making an optimizer anew, or loading weights between two forwards, call with_bagua "
-        "again",
+        f"rank {rank}: weights of optimizers[{index}] ({kind}) have changed since the last forward without a step of "
+        f"it. Algorithm {algorithm_name!r} exchanges weights at the steps of the optimizers that were passed to "
+        "with_bagua: after making an optimizer anew, or loading weights between two forwards, call it again",
         rank=rank,
     )

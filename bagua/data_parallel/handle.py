@@ -166,16 +166,20 @@ class BaguaHandle:
     def check_replicas(self) -> None:
         """Compares parameters, buffers and optimizer options of all ranks now; collective.
 
+        While weights are exchanged options alone are compared.
+
         Raises:
             InvalidArgument: naming the first that differs, the ranks, and by how much; on all ranks.
         """
         model = self._model()
         if model is not None:
             self.group.check()
-            ReplicaCheck.run_now(model, self.reducer.training.optimizers, self.group)
+            are_equal = self.reducer.sends_gradients
+            check = ReplicaCheck(self._model, self.reducer.training.optimizers, self.group)
+            check.check_now(parameters=are_equal, buffers=are_equal and self.reducer.buffers is not None)
 
     def timeline(self, parts: bool = True) -> Timeline:
-        """Returns what happened when on this rank: steps, spans and a summary. Local, also after a failure of the group.
+        """Returns what happened when on this rank: steps, spans and a summary. Local, after a failure too.
 
         Takes up to half a second where a codec makes many spans, and a tenth of that without ``parts``, what
         operations consist of: encode, wire, decode and reduce.
@@ -219,8 +223,7 @@ class BaguaHandle:
         return path
 
     def remove(self) -> None:
-        """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent.
-        """
+        """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""
         is_attached = bool(self._hooks)
         try:
             if is_attached:
@@ -250,7 +253,7 @@ class _NoSync:
         self._handle = handle
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """As ``model.bagua.no_sync()``, under the name at which Accelerate and other trainers look."""
+        """Enters ``model.bagua.no_sync()``, under the name that Accelerate and other trainers use."""
         return contextlib.nullcontext() if self._handle is None else self._handle.no_sync()
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -311,7 +314,9 @@ def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
 
 def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
     """The ids of the parameters that are synchronised by handles other than ``handle``."""
-    return {id(parameter) for other in _attached if other is not handle for parameter in other.reducer.storage.parameters}
+    return {
+        id(parameter) for other in _attached if other is not handle for parameter in other.reducer.storage.parameters
+    }
 
 
 def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:

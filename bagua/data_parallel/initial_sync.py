@@ -1,12 +1,12 @@
 """Makes the ranks' models and optimizers equal to rank 0's when a model is wrapped.
 
-Data path: before the first step (parameters, buffers, optimizer state). Invariant: values arrive bit for bit, whatever
-their dtype; they travel as bytes.
+Data path: before the first step (parameters, buffers, optimizer state). Invariants: values arrive bit for bit, whatever
+their dtype, as bytes; they are written into the dicts and tensors that are there, which the program may hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,10 @@ def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
 
 
 class OptimizerStates:
-    """Makes the states and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
+    """Makes ``state`` and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
 
-    The first two, the constructor and ``receive``, may refuse and change nothing. ``take_over`` runs ``load_state_dict``
-    on the ranks whose states are not like rank 0's, when the models are equal already; what that raises ends the group.
-    Tensors travel one by one, so that no rank holds a state twice, but for those that ``state_dict`` copies.
+    The first two, the constructor and ``receive``, may refuse and change nothing. ``take_over`` changes the optimizers,
+    when the models are equal already. Tensors travel one by one, so that no rank holds a state twice.
 
     Args:
         optimizers: in the same order on all ranks. Those whose states are spread over the ranks keep them.
@@ -53,40 +52,73 @@ class OptimizerStates:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
         equal = [optimizer for optimizer in optimizers if not is_sharded(optimizer)]
         self._optimizers, self._group = tuple(equal) if group.size > 1 else (), group
-        self._devices = [*map(_devices_of, self._optimizers)]
         self._tensors: list[list[torch.Tensor]] = [[] for _ in self._optimizers]
-        self._trees = [
-            _take_out_tensors(optimizer.state_dict(), tensors)
-            for optimizer, tensors in zip(self._optimizers, self._tensors, strict=True)
+        self._trees = [_tree_of(*both) for both in zip(self._optimizers, self._tensors, strict=True)]
+        self._texts = [
+            _text_of(index, *both) for index, both in enumerate(zip(self._optimizers, self._trees, strict=True))
         ]
-        self._are_held = [*map(_are_held, self._optimizers, self._tensors)]
-        is_original = group.rank == 0
-        self._texts = [*map(_text_of, range(len(self._trees)), self._optimizers, self._trees)] if is_original else []
 
     def receive(self) -> None:
         """Receives all but the tensors from rank 0; collective, one message for all optimizers."""
         if not self._optimizers:
             return
         texts = self._group.broadcast_plain(self._texts, 0)
-        if self._group.rank == 0:
-            return
         for index, text in enumerate(texts):
-            tree = plain_data.loads(text, [_TensorSpec])
-            if self._are_held[index] and _is_same(self._trees[index], tree):
-                self._trees[index] = None
-            else:
-                self._trees[index], self._tensors[index] = tree, _empty_tensors(tree, self._devices[index])
+            if text != self._texts[index]:  # otherwise the tensors that are here take rank 0's values
+                self._trees[index] = plain_data.loads(text, [_TensorSpec])
+                self._tensors[index] = _empty_tensors(self._trees[index], self._optimizers[index])
 
     def take_over(self) -> None:
-        """Receives the tensors, and loads all of it into the optimizers; collective."""
+        """Receives the tensors, and gives all of it to the optimizers; collective."""
         for optimizer, tree, tensors in zip(self._optimizers, self._trees, self._tensors, strict=True):
             for index, tensor in enumerate(tensors):
                 sent = tensor.detach().contiguous()
                 self._group.broadcast(_bytes_of(sent), 0, label=f"optimizer state {index}").wait()
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(sent)
-            if self._group.rank != 0 and tree is not None:
-                _load(optimizer, _mapped(tree, _TensorSpec, lambda spec, tensors=tensors: tensors[spec[0]]))
+            if self._group.rank != 0:
+                values = _mapped(tree, _TensorSpec, lambda spec, tensors=tensors: tensors[spec[0]])
+                _write(optimizer, *values)
+
+
+def _tree_of(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> Any:
+    """Returns options and states by parameter, in the order of the parameters, with specs for the tensors."""
+    options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    states = [optimizer.state.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+    def take_out(tensor: torch.Tensor) -> _TensorSpec:
+        tensors.append(tensor)
+        strides = (tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")).stride()
+        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, tensor.device.type))
+
+    return _mapped((options, states), torch.Tensor, take_out)
+
+
+def _write(
+    optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], states: list[dict[str, Any] | None]
+) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group, received in zip(optimizer.param_groups, options, strict=True):
+        _write_dict(group, {**received, "params": group["params"]})
+    for parameter, state in zip(parameters, states, strict=True):
+        if state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            held = optimizer.state.get(parameter)
+            optimizer.state[parameter] = _write_dict(held, state) if isinstance(held, dict) else state
+
+
+def _write_dict(held: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
+    for key in held.keys() - received.keys():
+        del held[key]
+    for key, value in received.items():
+        there = held.get(key)
+        is_tensor = isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor)
+        if is_tensor and there.shape == value.shape and there.dtype == value.dtype:
+            there.detach().copy_(value)
+        else:
+            held[key] = value
+    return held
 
 
 def _text_of(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
@@ -99,93 +131,19 @@ def _text_of(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
         ) from None
 
 
-def _are_held(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns True if these are the tensors that the optimizer steps with, not copies of them."""
-    held: list[torch.Tensor] = []
-    _take_out_tensors([optimizer.state, optimizer.param_groups], held)
-    return {t.data_ptr() for t in tensors if t.numel()} <= {t.data_ptr() for t in held}
-
-
-def _is_same(tree: Any, other: Any) -> bool:
-    try:
-        return bool(tree == other)
-    except Exception:  # NumPy arrays and the like cannot be compared so; rank 0's are right in any case
-        return False
-
-
-def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Runs ``load_state_dict``, and undoes its casts of states to the dtype of their parameter."""
-    sent: list[torch.Tensor] = []
-    _take_out_tensors(state_dict, sent)
-    groups = optimizer.param_groups
-    optimizer.load_state_dict(state_dict)
-    _write_into(groups, optimizer.param_groups)
-    optimizer.param_groups = groups
-    if _dtypes_in(optimizer) == [tensor.dtype for tensor in sent]:
-        return
-    for group, sent_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], sent_group["params"], strict=True):
-            if key in state_dict["state"]:
-                optimizer.state[parameter] = _uncast(optimizer.state[parameter], state_dict["state"][key])
-    if _dtypes_in(optimizer) != [tensor.dtype for tensor in sent]:
-        raise InvalidArgument(
-            f"the load_state_dict of a {type(optimizer).__name__} changes the dtypes of the states that come from rank "
-            "0, which keeps its own; let it take over what state_dict returns as it is"
-        )
-
-
-def _write_into(groups: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
-    """Writes the options that were loaded into the dicts and tensors that the program may hold."""
-    for group, new in zip(groups, loaded, strict=True):
-        for key in group.keys() - new.keys():
-            del group[key]
-        for key, value in new.items():
-            held = group.get(key)
-            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
-                held.detach().copy_(value)
-            else:
-                group[key] = value
-
-
-def _dtypes_in(optimizer: torch.optim.Optimizer) -> list[torch.dtype]:
-    tensors: list[torch.Tensor] = []
-    _take_out_tensors(optimizer.state_dict(), tensors)
-    return [tensor.dtype for tensor in tensors]
-
-
-def _uncast(loaded: Any, sent: Any) -> Any:
-    """Returns ``loaded``, with the tensors of ``sent`` in place of those with another dtype."""
-    if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor):
-        return loaded if loaded.dtype == sent.dtype else sent
-    if isinstance(loaded, dict) and isinstance(sent, dict):
-        loaded.update({key: _uncast(value, sent[key]) for key, value in loaded.items() if key in sent})
-    elif isinstance(loaded, (list, tuple)) and isinstance(sent, (list, tuple)):
-        return type(loaded)(map(_uncast, loaded, sent))
-    return loaded
-
-
 class _TensorSpec(tuple):
     """A stand-in for a tensor in a tree: (number, shape, strides, dtype, type of its device).
 
-    The number is its index among those that travel: trees whose entries are in another order are not the same. It has
-    strides because fused optimizers go through a parameter and its states by their memory; contiguous ones where the
-    tensor is not dense.
+    It has strides because fused optimizers go through a parameter and its states by their memory; contiguous ones where
+    the tensor is not dense.
     """
 
     __slots__ = ()
 
 
-def _take_out_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    def take_out(tensor: torch.Tensor) -> _TensorSpec:
-        tensors.append(tensor)
-        strides = (tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")).stride()
-        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, tensor.device.type))
-
-    return _mapped(tree, torch.Tensor, take_out)
-
-
-def _empty_tensors(tree: Any, devices: Mapping[str, torch.device]) -> list[torch.Tensor]:
+def _empty_tensors(tree: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Allocates the tensors of a tree's specs, on this rank's devices of the same types."""
+    devices = {p.device.type: p.device for options in optimizer.param_groups for p in options["params"]}
     tensors: list[torch.Tensor] = []
 
     def add(spec: _TensorSpec) -> None:
@@ -196,13 +154,8 @@ def _empty_tensors(tree: Any, devices: Mapping[str, torch.device]) -> list[torch
     return tensors
 
 
-def _devices_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
-    """Returns this rank's devices of what the optimizer steps, by their types."""
-    return {p.device.type: p.device for options in optimizer.param_groups for p in options["params"]}
-
-
 def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The tree with ``change`` of each leaf of this kind in its place, in the order of its entries."""
+    """Returns the tree with ``change`` of each leaf of this kind in its place, in the order of its entries."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):

@@ -56,7 +56,7 @@ class Reducer:
         always_broadcasts: True to broadcast while weights are exchanged as well.
         find_unused_parameters: True if a backward may leave parameters out.
         raises_nonfinite: True if NaN and Inf in the result of a backward are an error.
-        replica_check: compares the ranks now and then, or None.
+        replica_check: compares the ranks now and then, while gradients are exchanged, or None.
         earlier: the reducer of an earlier wrap of the same model, whose step count and ready order continue.
     """
 
@@ -97,7 +97,8 @@ class Reducer:
         self._local_ns: int | None = None  # when a backward inside no_sync began
         self._nonfinite: bool | HostCopy | None = None  # whether the last result is finite, until that is looked at
         self._sums = ""  # "held": gradients may be sums of all ranks'; "added to": a local backward has added to them
-        self._steps: dict[int, tuple[int, bool]] = {}  # by optimizer: a weight's version, and whether it has stepped
+        # By optimizer: a weight's version and the number of backwards when it was last looked at, or a step was seen.
+        self._seen: dict[int, tuple[int, int]] = {}
 
     def new_machine(self, order: Sequence[int] | None) -> None:
         """Decides from now on, from no layout and no stage on, with the ready order that is agreed on, if it is."""
@@ -127,11 +128,8 @@ class Reducer:
             self._num_open_forwards += 1
             self._check_unseen_steps()
             if not self._is_stepping:
-                with self.recorder.hook("before_forward"):
-                    if self.replica_check is not None:
-                        self.replica_check.begin(self.num_steps, self.sends_gradients)
-                    with self._algorithm("before_forward"):
-                        self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
+                with self.recorder.hook("before_forward"), self._algorithm("before_forward"):
+                    self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
         self._forward_ns = time.monotonic_ns()
 
     def after_forward(self) -> None:
@@ -380,8 +378,9 @@ class Reducer:
             raise
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
-        if self.replica_check is not None:
+        if self.replica_check is not None and self.sends_gradients:
             self.replica_check.finish()
+            self.replica_check.begin(buffers=self.buffers is not None)
         if self.storage.memory.is_cpu:
             self._raise_if_nonfinite()
 
@@ -404,7 +403,7 @@ class Reducer:
             self.algorithm.after_backward(self.storage.buckets, self._bucket_group)
 
     def _commit(self) -> None:
-        """What the algorithm remembers counts where the result is finite, on all ranks or on none."""
+        """Commits what the algorithm remembers where the result is finite, on all ranks or on none."""
         if self.storage.memory.is_cpu:
             is_finite: bool | torch.Tensor = all(bucket.is_finite() for bucket in self.storage.buckets)
         else:
@@ -453,24 +452,24 @@ class Reducer:
         with self.recorder.hook(hook), self._algorithm(hook):
             self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self._bucket_group)
         self._enter_next_stage()
-        index = self.training.optimizers.index(optimizer)
-        self._steps[index] = (self._version_of(index), True)
+        self._seen.pop(self.training.optimizers.index(optimizer), None)
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self.training.optimizers.index(optimizer)
         return [bucket for bucket in self.storage.buckets if bucket.optimizer_index == index]
 
     def _check_unseen_steps(self) -> None:
-        """Raises if weights have changed since the last forward and no optimizer of with_bagua has stepped."""
-        if self.algorithm.exchanges != "weights" or self._is_stepping:
+        """Raises if weights have changed since the last forward, and its backward, but no optimizer of with_bagua has
+        stepped."""
+        if self.algorithm.exchanges != "weights" or self.group.size == 1 or self._is_stepping:
             return
-        for index in range(len(self.training.optimizers)):
-            version = self._version_of(index)
-            before, has_stepped = self._steps.get(index, (version, True))
-            if version != before and not has_stepped:
-                kind = type(self.training.optimizers[index]).__name__
-                raise poisoned(self.group, errors.unseen_step(index, kind, self.algorithm.name, self.group.rank))
-            self._steps[index] = (version, False)
+        for index, optimizer in enumerate(self.training.optimizers):
+            now = (self._version_of(index), self.num_steps)
+            version, num_steps = self._seen.setdefault(index, now)
+            if version != now[0] and num_steps != now[1]:
+                error = errors.unseen_step(index, type(optimizer).__name__, self.algorithm.name, self.group.rank)
+                raise poisoned(self.group, error)
+            self._seen[index] = now
 
     def _version_of(self, index: int) -> int:
         """Returns torch's count of the changes of one weight of an optimizer."""
@@ -540,20 +539,21 @@ class Reducer:
         """
         new = copy.copy(self)
         new.algorithm = copy.copy(self.algorithm)
-        new.states = ParameterStates(new.algorithm.parameter_state(), self.group)
-        new.states.load_state_dict(state["parameters"], new.algorithm.name)
         new.storage = self.storage.anew(layout)
-        new.num_steps, new._nonfinite, new._steps = state["num_steps"], None, {}
+        new.states = ParameterStates(new.algorithm.parameter_state(), self.group)
+        new.states.load_state_dict(state["parameters"], new.algorithm.name, new.storage.buckets)
+        new.num_steps, new._nonfinite, new._seen = state["num_steps"], None, {}
         new.new_machine(order)
         return new
 
     def become(self, new: Reducer, loss_scale: float) -> None:
-        """Takes over all of ``new``; the hooks hold this object, and so do the algorithm's groups its algorithm."""
+        """Takes over all of ``new``; the hooks hold this object, and the algorithm's groups its algorithm. Collective."""
         self.move_gradients_to(new)
         algorithm = self.algorithm
         vars(algorithm).update(vars(new.algorithm))
         vars(self).update({**vars(new), "algorithm": algorithm})
         self.training.loss_scale = loss_scale
+        self.states.share_loaded_stripes()
 
     def move_gradients_to(self, new: Reducer) -> None:
         """Moves the gradients in these buckets to those of ``new``, or out of both."""
@@ -565,7 +565,7 @@ class Reducer:
     # --- around it -----------------------------------------------------------------------------
 
     def timeline(self, parts: bool = True) -> Timeline:
-        """What happened when on this rank, in all groups that were used; without `parts` operations as a whole only."""
+        """Returns what happened when on this rank; without ``parts`` operations as a whole only."""
         events = [(group.name, event) for group in self.groups for event in group.events(parts=parts)]
         kept_since_ns = {group.name: group.kept_since_ns() for group in self.groups}  # later: what is lost until then
         context = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}

@@ -58,7 +58,8 @@ class ParameterStates:
         # Committed values that wait for their bucket: by parameter, its part of a flat and of all owners' stripes.
         self._parts: dict[Key, torch.Tensor] = {}
         self._owners: dict[Key, torch.Tensor] = {}
-        self._loading: Mapping[str, Any] = {}  # until the layout of the checkpoint is there
+        # Stripes of a checkpoint until they are shared: name, bucket, first element, values.
+        self._stripes_to_share: list[tuple[str, int, int, torch.Tensor]] = []
         self._renewed: set[tuple[str, Key]] = set()  # what the backward under way has asked for
         self._is_in_backward = False
 
@@ -186,8 +187,6 @@ class ParameterStates:
         self._buckets, self._stripe_of = tuple(buckets), {}
         for bucket in buckets:
             bucket.remember_in(self)
-        loading, self._loading = self._loading, {}
-        self._load(loading, buckets)
 
     def _gather_owners(self) -> None:
         """Gives every rank what all owners have: in another layout each rank owns other elements."""
@@ -196,6 +195,13 @@ class ParameterStates:
                 stripe = self._values[STRIPES].pop((name, bucket.index), None)
                 if stripe is not None:
                     self._share_stripe(name, bucket, self._stripe_of[name, bucket.index][0], stripe)
+
+    def share_loaded_stripes(self) -> None:
+        """Gives every rank what all owners have in a checkpoint, once all ranks have accepted theirs; collective."""
+        stripes, self._stripes_to_share = self._stripes_to_share, []
+        for name, index, first, stripe in stripes:
+            bucket = self._buckets[index]
+            self._share_stripe(name, bucket, first, stripe.to(bucket.device))
 
     def _share_stripe(self, name: str, bucket: Bucket, first: int, stripe: torch.Tensor) -> None:
         whole = torch.zeros(bucket.numel, dtype=stripe.dtype, device=bucket.device)
@@ -240,8 +246,8 @@ class ParameterStates:
             saved["num_values"] = _num_values(saved)
         return {"place": writer_of(self._group), "states": states}
 
-    def load_state_dict(self, state: Mapping[str, Any], algorithm_name: str) -> None:
-        """Restores what ``state_dict`` returned on this rank, before ``lay_out`` of the same layout.
+    def load_state_dict(self, state: Mapping[str, Any], algorithm_name: str, buckets: Sequence[Bucket]) -> None:
+        """Restores what ``state_dict`` returned on this rank; ``lay_out`` of ``buckets``, as it had them, follows.
 
         Raises:
             InvalidArgument: it is of other options, parameters, or another number of ranks.
@@ -256,6 +262,7 @@ class ParameterStates:
         if not ours:
             return
         check_writer(state["place"], self._group, "what this rank remembers of each parameter")
+        members = {member.name: member for bucket in buckets for member in bucket.members}
         for name, saved in state["states"].items():
             if _num_values(saved) != saved["num_values"]:
                 raise InvalidArgument(
@@ -263,36 +270,34 @@ class ParameterStates:
                     "torch.distributed.checkpoint fills in the tensors of the state that it is given, and that of a "
                     "model before its first step has none: keep model.bagua.state_dict() by torch.save, a file per rank"
                 )
-        self._loading = state["states"]
-
-    def _load(self, loading: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
-        members = {member.name: member for bucket in buckets for member in bucket.members}
-        for name, saved in loading.items():
-            shape = self._described[name].shape
-            for part, into in (("parameters", self._parts), ("owners", self._owners)):
-                for of, value in saved[part].items():
-                    member = members.get(of)
-                    wanted = None if member is None else member.values.numel()
-                    if member is not None and shape is not None:
-                        wanted = torch.Size(shape(member.parameter)).numel()
-                    if value.numel() != wanted:
-                        raise InvalidArgument(
-                            f"{name!r} of {of!r} has {value.numel()} elements in the checkpoint and {wanted} here; "
-                            "load it with the same model and the same options"
-                        )
-                    if shape is not None:
-                        self._values[SHAPED][name, member.index] = value.to(member.view.device, copy=True)
-                    else:
-                        into[name, member.index] = value.reshape(-1).to(member.view.device, copy=True)
-            for of_bucket, (first, bucket_numel, value) in saved["stripes"].items():
+            self._load_parameters(name, saved, members)
+            for of_bucket, (first, bucket_numel, stripe) in saved["stripes"].items():
                 index = int(of_bucket)
                 here = buckets[index].numel if index < len(buckets) else None
                 if here != bucket_numel:
                     raise InvalidArgument(
-                        f"bucket {index} has {bucket_numel} elements in the checkpoint and {here} here; load it "
-                        "with the same model and bucket_bytes"
+                        f"bucket {index} has {bucket_numel} elements in the checkpoint and {here} here; load it with "
+                        "the same model and bucket_bytes"
                     )
-                self._share_stripe(name, buckets[index], first, value.to(buckets[index].device))
+                self._stripes_to_share.append((name, index, first, stripe))
+
+    def _load_parameters(self, name: str, saved: Mapping[str, Any], members: Mapping[str, Member]) -> None:
+        shape = self._described[name].shape
+        for part, into in (("parameters", self._parts), ("owners", self._owners)):
+            for of, value in saved[part].items():
+                member = members.get(of)
+                wanted = None if member is None else member.values.numel()
+                if member is not None and shape is not None:
+                    wanted = torch.Size(shape(member.parameter)).numel()
+                if value.numel() != wanted:
+                    raise InvalidArgument(
+                        f"{name!r} of {of!r} has {value.numel()} elements in the checkpoint and {wanted} here; load it "
+                        "with the same model and the same options"
+                    )
+                if shape is not None:
+                    self._values[SHAPED][name, member.index] = value.to(member.view.device, copy=True)
+                else:
+                    into[name, member.index] = value.reshape(-1).to(member.view.device, copy=True)
 
     # --- one value
 

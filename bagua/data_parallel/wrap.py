@@ -37,7 +37,7 @@ from bagua.data_parallel.errors import fatal
 from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.reducer import Reducer
-from bagua.data_parallel.replica_check import ReplicaCheck
+from bagua.data_parallel.replica_check import ReplicaCheck, check_setting
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.world import resolve
@@ -89,7 +89,8 @@ def with_bagua(
             sees; "raise": as an error, at the end of backward on the CPU, at the next forward on a device.
         check_replicas: ranks that should be equal and are not get an error that names the first parameter, buffer or
             option of an optimizer that differs. "auto": after the second step, and then as often as costs below 0.1% of
-            the training. A number: every so many steps. "warn": as "auto", with a warning instead. False: never.
+            the training. A number: every so many steps. "warn": as "auto", with a warning instead. False: never. While
+            weights are exchanged the ranks are not compared.
         options: the algorithm's own.
 
     Raises:
@@ -122,6 +123,7 @@ def with_bagua(
             chosen = copy.copy(chosen)  # the object itself stays in use until the wrap is certain
         check_unused(chosen, earlier)
         check_types(settings)
+        check_setting(check_replicas)
         check_model(model, optimizers, other_parameter_ids(earlier))
         check_names(model)
         chosen.check(optimizers)
@@ -145,7 +147,7 @@ def with_bagua(
             always_broadcasts=broadcast_buffers is True,
             find_unused_parameters=find_unused_parameters,
             raises_nonfinite=nonfinite == "raise",
-            replica_check=ReplicaCheck.of(model, optimizers, group, check_replicas) if chosen.is_lockstep else None,
+            replica_check=ReplicaCheck(weakref.ref(model), optimizers, group, check_replicas),
             earlier=earlier.reducer if earlier is not None else None,
         )
         return (reducer, OptimizerStates(optimizers, group)), {

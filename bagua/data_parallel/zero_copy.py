@@ -98,7 +98,7 @@ class ZeroCopy:
         self.release(bucket)
 
     def release_completed(self) -> None:
-        """Those that were read in a communication that has ended meanwhile; it ends in the order in which it began."""
+        """Releases those that a communication has read which has ended meanwhile, in the order in which it began."""
         while self._in_flight and _is_read_and_completed(self._in_flight[0]):
             self.release(self._in_flight.popleft())
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 
@@ -31,9 +32,11 @@ __all__ = [
     "multiplied",
     "new_stream",
     "on_stream",
+    "processor_of",
     "recorded_event",
     "seeded",
     "supported_types",
+    "timing_event",
     "use_stream",
     "wait_for_current_stream",
 ]
@@ -159,6 +162,31 @@ def wait_for_current_stream(device: torch.device) -> None:
 def recorded_event(device: torch.device) -> torch.Event:
     """The point that the caller's current stream of the device has reached."""
     return current_torch_stream(device).record_event()
+
+
+def timing_event(device: torch.device) -> torch.Event:
+    """An event like that of ``recorded_event``, for ``elapsed_time`` between two of them."""
+    event = (torch.cuda if device.type == "cuda" else torch).Event(enable_timing=True)
+    event.record(current_torch_stream(device))
+    return event
+
+
+def processor_of(device: torch.device) -> str:
+    """The kind of processor that computes there. Another kind, or another number of threads, may round differently."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != _CPU:
+        return device.type
+    return f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+
+
+@cache
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = dict.fromkeys(
+        line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))
+    )
+    return ", ".join(found)
 
 
 def multiplied(values: torch.Tensor, number: float | torch.Tensor) -> torch.Tensor:

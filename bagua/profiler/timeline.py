@@ -32,7 +32,7 @@ class Timeline:
         exposed_hooks: exposed communication in the hooks of forwards and optimizer steps.
         compute: forwards, and backwards inside no_sync.
         coordination: spans of the ranks' small messages beside the buckets: "ready order", "buffers", "used
-            parameters", "finite gradients".
+            parameters", "replicas".
         place: where it was recorded: rank, world_size, group, algorithm, host, boot_id and pid.
         kept_since_ns: by group, for operations and for parts: ``spans`` has all operations that began later, and all
             parts of such; 0 where none was dropped.

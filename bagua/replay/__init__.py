@@ -1,1 +1,1 @@
-"""Profiles of models, what a training step costs layer by layer, and playing them on a network: `bagua bench`."""
+"""The commands `bagua bench`: profiles of models, which hold a step's costs layer by layer, and their replay."""

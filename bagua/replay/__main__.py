@@ -1,4 +1,4 @@
-"""A rank of `bagua bench replay`, as bagua/replay/ranks.py starts it."""
+"""The program of a rank of `bagua bench replay`, started by bagua/replay/ranks.py."""
 
 import sys
 

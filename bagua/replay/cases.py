@@ -1,6 +1,6 @@
-"""A model on a network, what was measured of it, and the bound that nothing can beat.
+"""A case, which is a model on a network, its outcomes, and a lower bound of step times.
 
-Beside the data path: from what every rank has measured (systems.py) to one outcome per system.
+The measurements of all ranks (systems.py) become one outcome per system here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ PROFILES = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class Case:
-    """A profile on a network; `rate_mbit` is that of every host's link, None if it is left open."""
+    """A profile on a network; `rate_mbit` is the rate of every host's link, None if unknown."""
 
     profile: str
     scale: float
     num_hosts: int
     ranks_per_host: int
     rate_mbit: int | None
-    congestion: str = ""  # control of all TCP connections; as they come if empty
+    congestion: str = ""  # congestion control of all TCP connections; not changed if empty
 
     def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
-        """What a rank does in it."""
+        """Returns the measurements that a rank takes."""
         return Task(str(self.path), self.scale, self.rate_mbit, list(systems), samples, turns)
 
     def __str__(self) -> str:
@@ -39,38 +39,38 @@ class Case:
 
     @property
     def path(self) -> Path:
-        """Of the profile: one of ours by name, or any file."""
+        """The path of the profile: a shipped one by name, or any file."""
         ours = PROFILES / f"{self.profile}.json"
         return ours if ours.exists() else Path(self.profile)
 
 
 @dataclass
 class Outcome:
-    """One system in one case, over all ranks."""
+    """The measurements of one system in one case, over all ranks."""
 
     case: Case
     system: str
-    step_s: list[float]  # the slowest rank's
+    step_s: list[float]  # of the slowest rank
     compute_s: float
-    bound_s: float | None  # None where the link's rate is left open
+    bound_s: float | None  # None if the link's rate is unknown
     wire_bytes: float
-    processor_s: float  # a rank's, a mean
+    processor_s: float  # mean over ranks
     waiting_s: float | None
-    stolen: float | None = None  # what the hypervisor took of the processors meanwhile, between 0 and 1
+    stolen: float | None = None  # share of processor time that the hypervisor took, between 0 and 1
 
     @property
     def p50(self) -> float:
-        """Seconds per step."""
+        """The median of the seconds per step."""
         return statistics.median(self.step_s)
 
     @property
     def exposed_s(self) -> float:
-        """Seconds per step beyond compute alone."""
+        """The seconds per step beyond compute alone."""
         return max(0.0, self.p50 - self.compute_s)
 
 
 def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
-    """From every rank's results to one per system; links carry `burst_bytes` at once."""
+    """Merges every rank's results into one outcome per system; links carry `burst_bytes` at once."""
     outcomes: list[Outcome] = []
     for of_system in zip(*per_rank, strict=True):
         results = [Result(**one) for one in of_system]
@@ -90,11 +90,11 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: flo
 
 
 def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: float) -> float:
-    """What no implementation can beat that sends these bytes: seconds per step.
+    """Returns the lower bound of seconds per step for any implementation that sends these bytes.
 
-    No byte of a gradient leaves before the gradient is ready, whatever the buckets; compute takes what it takes; the
-    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`: that
-    is once for each exchange, of which there is one in `result.period` steps.
+    No byte of a gradient is sent before the gradient is ready, whatever the buckets, and compute is not shortened. The
+    link is a token bucket: it carries `rate_mbit`, and while idle it saves up to `burst_bytes`, which it then carries
+    at once. That happens once per exchange, so once in `result.period` steps.
     """
     bytes_per_s = rate_mbit * 1e6 / 8
     if result.overlap == "nothing":
@@ -113,10 +113,10 @@ def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: flo
 
 
 def is_ddp(outcome: Outcome) -> bool:
-    """Whether it is one of torch's, with whatever options."""
+    """Returns True for torch's DDP, with any options."""
     return parse(outcome.system)[0] in DDP_HOOKS
 
 
 def best_ddp(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The fastest of torch's, None where none was played."""
+    """Returns the fastest DDP, None if none was played."""
     return min(filter(is_ddp, outcomes), key=lambda one: one.p50, default=None)

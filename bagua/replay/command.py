@@ -1,7 +1,7 @@
-"""`bagua bench replay`: plays a model's profile on a network, under every algorithm and torch DDP, and compares them.
+"""The command `bagua bench replay`: compares every algorithm and torch DDP on a model's profile and a network.
 
-Beside the data path: options -> cases -> ranks that measure (systems.py) -> outcomes (cases.py) -> a table for each
-case, and where they are asked for a CSV file and a plot.
+Options -> cases -> ranks that measure (systems.py) -> outcomes (cases.py) -> a table for each case, and on request a
+CSV file and a plot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SYSTEMS = (
     "async_averaging",
 )
 _SHRUNK = (*DDP_HOOKS, "gradient_allreduce", "bytegrad", "qsgd:bits=4")
-_CAP_MIB = 25  # of a bucket, torch's default and bagua's
+_CAP_MIB = 25  # bucket size, the default of torch and bagua
 _SAMPLES, _FEW_SAMPLES = 7, 3
 _TIMEOUT_S = 3600.0  # for one case
 
@@ -51,7 +51,7 @@ def _ours() -> list[str]:
 
 
 def systems_of(scale: float) -> tuple[str, ...]:
-    """All systems as they come; of a smaller model also some whose buckets shrink along."""
+    """Returns all systems with their defaults; for a scaled model also some whose buckets are scaled too."""
     if scale >= 1:
         return SYSTEMS
     shrunk = []
@@ -63,7 +63,7 @@ def systems_of(scale: float) -> tuple[str, ...]:
 
 
 def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """The options with their defaults; ends with an error where something is wrong with them, before anything runs."""
+    """Fills in defaults of the options and checks them; the parser ends with an error before anything runs."""
     is_launched = config.is_launched()
     has_hosts = args.hosts is not None or args.ranks_per_host is not None
     args.hosts = [4] if args.hosts is None else args.hosts
@@ -85,7 +85,7 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     if args.congestion and args.congestion not in available:
         parser.error(f"--congestion is {args.congestion}; this kernel has {', '.join(available)}")
     if is_launched and (has_hosts or args.congestion or len(args.rates) > 1):
-        parser.error("under a launcher the hosts are those that there are; pass one of --rates, that of their links")
+        parser.error("under a launcher its hosts are used; pass only --rates, with the one rate of their links")
     known = (*DDP_HOOKS, *bagua.algorithms.available())
     unknown = [system for system in args.systems or () if not _is_system(parse(system)[0], known)]
     if unknown:
@@ -129,21 +129,21 @@ def _is_system(name: str, known: Sequence[str]) -> bool:
         bagua.algorithms.get(name)
     except InvalidArgument:
         return False
-    return True  # short for one, as async is
+    return True  # an abbreviation, such as async
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plays all cases of options that were checked, and says what came of them; on a rank, rank 0 says it."""
+    """Plays all cases of checked options and prints the outcomes; under a launcher, rank 0 prints them."""
     if config.is_launched():
         _run_here(args)
         return
     reason = hosts.why_not()
     if reason is not None:
         raise InvalidArgument(
-            f"no hosts can be made here: {reason}. Under a launcher the hosts are those that there are: "
+            f"no hosts can be made here: {reason}. A launcher's hosts can be used instead: "
             "bagua run --nproc-per-node 2 -m bagua bench replay ..."
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts and ranks end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed and ranks ended
     cases = [
         Case(profile, args.scale, num_hosts, args.ranks_per_host, rate, args.congestion)
         for profile in args.profiles
@@ -160,10 +160,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def rank_command() -> list[str]:
-    """Starts bagua/replay/__main__.py.
+    """Returns the command that starts bagua/replay/__main__.py.
 
-    With this process's sys.path: `python -m` looks in the current folder first, where the source of bagua may be that
-    is not built.
+    It runs with this process's sys.path, because `python -m` searches the current folder first, which may hold bagua's
+    source that is not built.
     """
     program = (
         "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -173,7 +173,7 @@ def rank_command() -> list[str]:
 
 
 def play(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> list[Outcome]:
-    """Makes the hosts, starts the ranks, and merges what they measured; compute alone first."""
+    """Makes the hosts, starts the ranks, and merges their results; compute alone comes first."""
     control = {"BAGUA_TCP_CONGESTION": "system"} if case.congestion else {}
     env = {"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0", **control}
     task = asdict(case.task(systems, samples, turns))
@@ -186,7 +186,7 @@ def play(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> li
 
 
 def _run_here(args: argparse.Namespace) -> None:
-    """On a rank that a launcher has started: the network is the one that is there."""
+    """Plays all cases on a rank that a launcher started, on the network of its hosts."""
     (rate_mbit,) = args.rates
     cases = [Case(profile, args.scale, 1, 1, rate_mbit) for profile in args.profiles]
     position, per_case = measure_here([case.task(args.systems, _samples(args), args.turns) for case in cases])
@@ -211,7 +211,7 @@ def _say_head(setup: dict[str, str]) -> None:
 
 
 def _say(args: argparse.Namespace, everything: Sequence[Sequence[Outcome]]) -> None:
-    """The last case, and the plot of all so far."""
+    """Prints the last case, appends it to the CSV file, and plots all cases so far."""
     outcomes = everything[-1]
     case = outcomes[0].case
     print(f"### {case}\n")

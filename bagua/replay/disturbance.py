@@ -1,7 +1,6 @@
-"""What else a machine does while something is measured on it, and measuring again where that is too much.
+"""Detection of other load on a machine during a measurement, and repeating the measurement if there was too much.
 
-Beside the data path. Virtual machines share processors: what a hypervisor gives to others meanwhile is time that no
-program here has spent.
+Virtual machines share processors: time that a hypervisor gives to other machines is spent by no program of this one.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _TRIES = 3
 
 
 def least_disturbed(measure: Callable[[], _T], disturbance: Callable[[_T], float]) -> _T:
-    """What is measured, again while the machine has other things to do, at most twice; the least disturbed of all.
+    """Measures, at most twice more while there is too much other load; returns the least disturbed result.
 
     Args:
-        disturbance: of what was measured, in parts of what is allowed; the same on all ranks.
+        disturbance: the disturbance of a result, over the allowed one; the same on all ranks.
     """
     tries: list[tuple[float, _T]] = []
     while len(tries) < _TRIES and (not tries or tries[-1][0] > 1):
@@ -30,17 +29,17 @@ def least_disturbed(measure: Callable[[], _T], disturbance: Callable[[_T], float
 
 
 class Stolen:
-    """What a hypervisor takes of this machine's processors from here on: other machines run on them meanwhile."""
+    """The processor time that a hypervisor gives to other machines from now on."""
 
     def __init__(self) -> None:
         self._begin_s, self._taken_s = time.perf_counter(), _stolen_s()
 
     def share(self) -> float:
-        """Between 0 and 1."""
+        """Returns the stolen share of processor time, between 0 and 1."""
         return (_stolen_s() - self._taken_s) / ((time.perf_counter() - self._begin_s) * (os.cpu_count() or 1))
 
 
 def _stolen_s() -> float:
-    """Since boot, over all processors: proc_stat(5), the eighth figure of the first line."""
+    """Returns the seconds stolen since boot, over all processors: proc_stat(5), the first line's eighth figure."""
     of_all = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     return int(of_all[8]) / os.sysconf("SC_CLK_TCK")

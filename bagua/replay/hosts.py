@@ -1,8 +1,8 @@
-"""Hosts with shaped links on one machine: a network namespace for each, and a switch between them. Needs root.
+"""Emulated hosts with shaped links on one machine: a network namespace for each, and a switch. Needs root.
 
-Every host has one full-duplex link (a veth pair, a token bucket at either end) to a bridge in a namespace of its own,
-so nothing is added to the machine's own network and ending the namespaces removes everything. Their names carry the
-process id: what a killed run has left behind is found and removed by the next one. Addresses are 10.99.0.1, .2, ...
+Every host has one full-duplex link (a veth pair, a token bucket at either end) to a bridge in a separate namespace, so
+the machine's network is not changed, and removing the namespaces removes everything. Their names hold the process id,
+from which a later run finds and removes the leftovers of a killed one. Addresses are 10.99.0.1, .2, ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-BURST_BYTES = 512 * 1024  # what a link that was idle carries at once; a token bucket's size
+BURST_BYTES = 512 * 1024  # size of the token bucket: bytes that an idle link carries at once
 _PREFIX = "bagua-hosts"
 _NETMASK_BITS = 24
 _SUBNET = f"10.99.0.0/{_NETMASK_BITS}"
@@ -24,7 +24,7 @@ _MOST = 2 ** (32 - _NETMASK_BITS) - 2
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be made here, or None."""
+    """Returns the reason why hosts cannot be made here, or None."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found (Debian: apt-get install iproute2)"
@@ -38,24 +38,24 @@ def why_not() -> str | None:
 
 
 def why_not_as_many(count: int, least: int = 1) -> str | None:
-    """Why that number of hosts cannot be made anywhere, or None."""
+    """Returns the reason why that number of hosts cannot be made on any machine, or None."""
     if count < least:
         return f"{count}; expected {least} or more"
     return f"{count}; expected {_MOST} or fewer, as {_SUBNET} has addresses" if count > _MOST else None
 
 
 def address(host: int) -> str:
-    """The address of a host, counted from 0."""
+    """Returns the address of a host; hosts count from 0."""
     return f"10.99.0.{host + 1}"
 
 
 def system_congestion() -> str:
-    """The name of the congestion control that TCP connections have unless told otherwise."""
+    """Returns the name of the default congestion control of TCP connections."""
     return _tcp_setting("congestion_control") or "unknown"
 
 
 def available_congestions() -> list[str]:
-    """The names of all congestion controls that this kernel has."""
+    """Returns the names of all congestion controls of this kernel."""
     return _tcp_setting("available_congestion_control").split()
 
 
@@ -68,9 +68,9 @@ def _tcp_setting(name: str) -> str:
 
 @contextlib.contextmanager
 def hosts(count: int, rate_mbit: int | None, congestion: str = "") -> Iterator[list[list[str]]]:
-    """`count` hosts with links of `rate_mbit`, None for as fast as they go; yields what starts a command on each.
+    """Makes `count` hosts with links of `rate_mbit` (None: not limited); yields the prefix of a command for each.
 
-    ``congestion`` is what TCP connections have there unless told otherwise, instead of the system's.
+    ``congestion`` replaces the system's default congestion control there.
     """
     _remove_left_behind()
     stem = f"{_PREFIX}-{os.getpid()}"
@@ -98,10 +98,10 @@ def hosts(count: int, rate_mbit: int | None, congestion: str = "") -> Iterator[l
 
 
 def move_to(name: str) -> None:
-    """This thread, and those that it will start, live on another host from now on.
+    """Moves this thread, and threads that it starts later, to another host.
 
     Args:
-        name: the last word of what starts a command there.
+        name: the last word of the host's command prefix.
     """
     with open(f"/var/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
@@ -109,10 +109,10 @@ def move_to(name: str) -> None:
 
 
 def cut(names: Sequence[str], host: int, peer: int | None = None) -> None:
-    """Cuts the cable of a host, or only what it sends to one other. The caller may live on any of them.
+    """Cuts the link of a host, or only its messages to one peer. The caller may be on any host.
 
     Args:
-        names: as for :func:`move_to`, by host.
+        names: the names of all hosts, as for :func:`move_to`.
     """
     if peer is None:
         _ip(f"-n {names[host].rsplit('-', 1)[0]}-switch link set port{host} down")

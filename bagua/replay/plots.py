@@ -1,6 +1,6 @@
-"""Plots of replayed models: by the rate of the links where there are several, bars where there is one.
+"""Plots of replayed models: lines over the link's rate if there are several rates, bars if there is one.
 
-Beside the data path. matplotlib is imported when something is drawn, and not needed before.
+matplotlib is imported when something is drawn, and not needed before.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PLOTTED = (
     "async_averaging",
 )
 _TITLE_WIDTH = 60  # characters above one of three plots
-_LEAST_MS = 0.1  # where nothing is exposed, for the logarithm
+_LEAST_MS = 0.1  # drawn in place of 0, which has no logarithm
 
 
 def plot(cases: Sequence[Sequence[Outcome]], systems: Sequence[str]) -> Any:
-    """By rate, of those systems, where a model was played at several, else bars of all."""
+    """Draws these systems over the link's rate if a model was played at several, else bars of all systems."""
     rows: dict[Case, list[Sequence[Outcome]]] = {}
     for outcomes in cases:
         rows.setdefault(replace(outcomes[0].case, rate_mbit=None), []).append(outcomes)
@@ -40,7 +40,7 @@ def plot(cases: Sequence[Sequence[Outcome]], systems: Sequence[str]) -> Any:
 
 
 def _by_rate(rows: Mapping[Case, Sequence[Sequence[Outcome]]], systems: Sequence[str]) -> Any:
-    """A row for each case: step and exposed communication by bandwidth, with bounds, and bytes on the wire."""
+    """Draws a row for each case: step and exposed communication by bandwidth, with bounds, and bytes on the wire."""
     figure, axes = subplots(3, len(rows))
     for row, (title, cases) in enumerate(rows.items()):
         _row(axes[3 * row : 3 * row + 3], title, sorted(cases, key=_rate), systems)
@@ -80,7 +80,7 @@ def _rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def _by_case(cases: Sequence[Sequence[Outcome]]) -> Any:
-    """Steps of every case, and their bounds where the link's rate is known."""
+    """Draws the steps of every case, and their bounds if the link's rate is known."""
     figure, axes = subplots(len(cases))
     for axis, outcomes in zip(axes, cases, strict=True):
         bars(axis, [(one.system, one.step_s) for one in outcomes], str(outcomes[0].case), "ms per step", 1e3)
@@ -95,7 +95,7 @@ def _by_case(cases: Sequence[Sequence[Outcome]]) -> Any:
 
 
 def check_format(path: Path) -> None:
-    """Raises InvalidArgument for a file whose name ends as no format of matplotlib's."""
+    """Raises InvalidArgument for a file whose extension is no format of matplotlib's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,7 +108,7 @@ def check_format(path: Path) -> None:
 
 
 def subplots(columns: int, rows: int = 1) -> tuple[Any, list[Any]]:
-    """A matplotlib figure without a display, and its axes in a flat list."""
+    """Returns a matplotlib figure that needs no display, and its axes in a flat list."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,7 +119,7 @@ def subplots(columns: int, rows: int = 1) -> tuple[Any, list[Any]]:
 
 
 def bars(axis: Any, samples: Sequence[tuple[str, Sequence[float]]], title: str, label: str, scale: float) -> None:
-    """Horizontal bars of the medians, by name, with lines from minimum to maximum."""
+    """Draws horizontal bars of the medians, by name, with lines from minimum to maximum."""
     medians = [statistics.median(values) * scale for _, values in samples]
     low = [m - min(values) * scale for m, (_, values) in zip(medians, samples, strict=True)]
     high = [max(values) * scale - m for m, (_, values) in zip(medians, samples, strict=True)]

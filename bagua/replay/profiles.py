@@ -1,8 +1,8 @@
-"""What a training step of a model costs, layer by layer: parameters, time of forward, time of backward.
+"""Profiles of models: parameters, forward time and backward time of a training step, layer by layer.
 
-Beside the data path. A profile is a small JSON file. ``record`` makes one from a model, ``SleepingModel`` is a model
-that has one: real parameters, whose gradients become ready when the profile says so, and a sleep instead of
-compute. So communication can be measured for a model, and for a device, that is not there.
+A profile is a small JSON file. ``record`` makes one from a model. ``SleepingModel`` plays one: it has real parameters,
+whose gradients become ready at the times of the profile, and it sleeps instead of computing. So communication can be
+measured for models and devices that are not available.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameters whose gradients become ready together.
+    """A group of parameters whose gradients become ready together.
 
     Attributes:
-        name: for people.
-        parameters: shape of each of its parameters.
-        forward_ms: what its forward takes, in milliseconds.
-        backward_ms: from the gradients of the layer behind it, in the order of forward, to its own.
-        dtype: of its parameters and gradients: float32, float64, float16 or bfloat16. Optional in a file.
+        name: a name for tables and messages.
+        parameters: the shape of each parameter.
+        forward_ms: the time of its forward, in milliseconds.
+        backward_ms: the time from the gradients of the next layer, in the order of forward, to its own gradients.
+        dtype: the dtype of parameters and gradients: float32, float64, float16 or bfloat16. Optional in a file.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers in the order of forward, and where the figures come from.
+    """The layers of a model in the order of forward, and the source of the figures.
 
     Example:
         >>> profile = Profile("two", "made up", (Layer("a", ((4, 8), (4,)), 1.0, 2.0), Layer("b", ((2, 4),), 0.5, 1.0)))
@@ -61,23 +61,23 @@ class Profile:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all layers together."""
+        """The number of elements of all layers together."""
         return sum(math.prod(shape) for layer in self.layers for shape in layer.parameters)
 
     @property
     def forward_ms(self) -> float:
-        """The time of forward."""
+        """The time of forward, in milliseconds."""
         return sum(layer.forward_ms for layer in self.layers)
 
     @property
     def backward_ms(self) -> float:
-        """The time of backward."""
+        """The time of backward, in milliseconds."""
         return sum(layer.backward_ms for layer in self.layers)
 
     def wire_over_compute(self, num_hosts: int, rate_mbit: float) -> float:
-        """How long its gradients in float32 take on each host's link, 2 (n-1)/n of them, over how long a step computes.
+        """Returns the time that float32 gradients, 2 (n-1)/n of them, take on a host's link, over a step's compute.
 
-        Below 1 there is little that a relaxation could save; docs/performance.md has what each one gains by this ratio.
+        Below 1 a relaxation can save little; docs/performance.md lists the gain of each one by this ratio.
 
         Example:
             >>> two = Profile("two", "made up", (Layer("a", ((1000, 250),), 2.0, 6.0),))
@@ -89,11 +89,11 @@ class Profile:
         return wire_s / compute_s if compute_s else math.inf
 
     def scaled(self, scale: float) -> Profile:
-        """With parameters of ``scale`` times as many elements, at least one each; times stay.
+        """Returns a profile whose parameters have ``scale`` times as many elements, at least one each; times stay.
 
-        At scale 1 it is this one. At any other a matrix becomes one of a single column, since it is the number of
-        elements that counts: on a link whose rate is ``scale`` times another one's it takes as long as this one does on
-        that other. What an algorithm sends by the sides of a matrix does not scale so (``systems.check_scaled``).
+        A link of ``scale`` times the rate carries it in the time that the original takes, because only the number of
+        elements counts. At scale 1 the profile is returned as it is; at any other a matrix gets a single column, so an
+        algorithm that sends by the sides of a matrix is refused (``systems.check_scaled``).
 
         Raises:
             InvalidArgument: ``scale`` is not positive.
@@ -111,17 +111,17 @@ class Profile:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON, a line per layer."""
+        """Writes the profile as JSON, one line per layer."""
         layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in self.layers)
         head = f'{{\n  "name": {json.dumps(self.name)},\n  "source": {json.dumps(self.source)},\n'
         Path(path).write_text(f'{head}  "layers": [\n{layers}\n  ]\n}}\n')
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """Reads what ``save`` wrote, or a person.
+        """Reads a profile that ``save`` or a person wrote.
 
         Raises:
-            InvalidArgument: it is no profile, with what is wrong and in which layer.
+            InvalidArgument: the file is no profile; the message says why, and names the layer.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -166,17 +166,16 @@ def _is_shape(shape: Any) -> bool:
     return isinstance(shape, list) and bool(shape) and all(type(size) is int and size > 0 for size in shape)
 
 
-# --- a model that takes its time ---------------------------------------------------------------
+# --- a model that sleeps instead of computing --------------------------------------------------
 
 
 class SleepingModel(torch.nn.Module):
-    """A model of ``profile``: ``model()`` returns a scalar, whose ``backward()`` makes all gradients.
+    """A model with the layers of ``profile``: ``model()`` returns a scalar, whose ``backward()`` makes all gradients.
 
-    Instead of computing the calling thread sleeps, as a host does whose accelerator works. Forward and backward each
-    begin when they are called, and then layer after layer ends when the profile says so: what the host does meanwhile,
-    in hooks for example, takes no time of the accelerator's. Gradients are there without a computation, as they come
-    from a device: the same memory in every step, filled once with values of ``torch.manual_seed``'s generator. Weights
-    are zero, because nothing depends on them.
+    Instead of computing, the calling thread sleeps, as a host waits for its accelerator. Forward and backward begin
+    when they are called, and each layer ends at the time of the profile, so work of the host in between, in hooks for
+    example, costs no accelerator time. Gradients take no computation: they are the same memory in every step, filled
+    once from ``torch.manual_seed``'s generator. Weights are zero, because no result depends on them.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -186,7 +185,7 @@ class SleepingModel(torch.nn.Module):
         self.layers = torch.nn.ModuleList(_SleepingLayer(layer, self._device) for layer in profile.layers)
 
     def forward(self) -> torch.Tensor:
-        """A scalar."""
+        """Returns a scalar."""
         x = torch.zeros((), requires_grad=True)
         self._device.begin()
         for layer in self.layers:
@@ -195,14 +194,14 @@ class SleepingModel(torch.nn.Module):
 
 
 class _Device:
-    """An accelerator with nothing but a clock."""
+    """An emulated accelerator that only keeps time."""
 
     def begin(self) -> None:
-        """It is given work, and has no other."""
+        """Begins new work now; earlier work is done."""
         self._busy_until = time.monotonic()
 
     def work(self, seconds: float) -> None:
-        """Waits for the next ``seconds`` of its work to be done, which began when what was before it was done."""
+        """Waits for the next ``seconds`` of work, which began when the previous work ended."""
         self._busy_until += seconds
         time.sleep(max(0.0, self._busy_until - time.monotonic()))
 
@@ -222,7 +221,7 @@ class _SleepingLayer(torch.nn.Module):
 
 
 class _Work(torch.autograd.Function):
-    """A layer's forward and backward; a gradient is a new tensor on the layer's memory, which autograd keeps."""
+    """The forward and backward of a layer; a gradient is a new tensor on the layer's memory, which autograd keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: _SleepingLayer, *weights: torch.Tensor) -> torch.Tensor:
@@ -237,7 +236,7 @@ class _Work(torch.autograd.Function):
 
 
 class _Begin(torch.autograd.Function):
-    """Where backward begins."""
+    """The node at which backward begins."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, device: _Device) -> torch.Tensor:
@@ -263,20 +262,20 @@ def record(
 ) -> Profile:
     """Measures a model's profile on this machine.
 
-    A layer is a module with parameters of its own. The time of everything else counts to the layer that comes next. On
-    an accelerator the device is waited for wherever a time is taken. Medians over the repetitions, after two that do
-    not count. Gradients are set to None.
+    A layer is a module with direct parameters. The time of everything else counts towards the next layer. An
+    accelerator is synchronised at each measurement. Times are medians over the repetitions, after two warm-up steps.
+    Gradients are set to None.
 
     Args:
         model: the model, not wrapped.
         loss: runs one forward of ``model`` and returns the scalar that ``backward()`` is called on.
-        name: the model's class by default.
-        source: where the figures come from; the device by default.
-        repetitions: how many steps count, at least one.
+        name: the profile's name; the model's class by default.
+        source: the source of the figures; the device by default.
+        repetitions: the number of measured steps, at least one.
 
     Raises:
         InvalidArgument: ``repetitions`` is not a positive integer; the loss is no scalar tensor, or no parameter takes
-            part in it; a layer's parameters have no shape yet, or are not of one dtype that a profile can hold.
+            part in it; a layer's parameters have no shape yet, or do not share a dtype that a profile can hold.
 
     Example:
         >>> x = torch.randn(8, 16)
@@ -291,7 +290,7 @@ def record(
     finally:
         recorder.remove()
     model.zero_grad()
-    backward_order = list(steps[-1][1])  # the layer whose gradients are ready first stands first
+    backward_order = list(steps[-1][1])  # in the order in which gradients became ready
     if not backward_order:
         raise InvalidArgument("no parameter of the model has got a gradient from loss(model).backward()")
     layers = []
@@ -305,13 +304,13 @@ def record(
 
 
 def check_repetitions(repetitions: int) -> None:
-    """Raises InvalidArgument unless ``record`` can take a median over so many steps."""
+    """Raises InvalidArgument unless ``repetitions`` is an integer of at least 1."""
     if type(repetitions) is not int or repetitions < 1:
         raise InvalidArgument(f"repetitions is {repetitions!r}, expected an integer of at least 1, such as 5")
 
 
 class _Recorder:
-    """Hooks that take the time wherever a layer's forward has ended and its last gradient has become ready."""
+    """The hooks that record the time when a layer's forward has ended and when its last gradient is ready."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -332,7 +331,7 @@ class _Recorder:
                 raise InvalidArgument(f"parameters of layer {layer!r} have no shape yet; run the model once before")
             self.parameters[layer], self.dtypes[layer] = own, _dtype_of(layer, own)
             modules[layer] = module
-        for layer, module in modules.items():  # when nothing can raise any more
+        for layer, module in modules.items():  # last, because nothing raises here
             self._hooks.append(module.register_forward_hook(lambda *_, layer=layer: self._record(layer)))
             self._hooks += [
                 parameter.register_post_accumulate_grad_hook(lambda _, layer=layer: self._record(layer))
@@ -341,14 +340,14 @@ class _Recorder:
 
     def _now(self) -> float:
         if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(self._device)  # not the current one
+            getattr(torch, self._device.type).synchronize(self._device)  # it may not be the current device
         return time.perf_counter()
 
     def _record(self, layer: str) -> None:
         self._events.append((layer, self._now()))
 
     def step(self, loss: Callable[[torch.nn.Module], torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of forward, and of backward, by layer; in the order in which the layers came to their ends."""
+        """Runs a step; returns the seconds of forward and of backward by layer, in the order in which layers ended."""
         self._model.zero_grad()
         begin = self._now()
         value = loss(self._model)
@@ -360,7 +359,7 @@ class _Recorder:
         return forward, self._take_spans(begin, every_event=False)
 
     def _take_spans(self, begin: float, every_event: bool) -> dict[str, float]:
-        """Cuts the time since ``begin`` at the events, or at each layer's last one; the rest is the last layer's."""
+        """Cuts the time since ``begin`` at the events, or at each layer's last one; the last layer gets the rest."""
         end = self._now()
         events = self._events if every_event else sorted(dict(self._events).items(), key=lambda event: event[1])
         spans: dict[str, float] = {}

@@ -1,11 +1,11 @@
-"""Starts the ranks of a measurement as processes, and collects what each returns.
+"""Starts the ranks of a measurement as processes, and collects their results.
 
-Beside the data path. A command is started once per rank, in the environment that torchrun sets, with two more words: a
-folder, and options as JSON. It ends in ``answer(measure)``, which leaves there what ``measure(**options)`` returns (as
-JSON). Not torchrun itself, because ranks are also started inside network namespaces, or under mpirun, and may be killed
+A command is started once per rank, in the environment that torchrun sets, with two more arguments: a folder, and
+options as JSON. It calls ``answer(measure)``, which writes the result of ``measure(**options)`` into the folder, as
+JSON. torchrun itself would not do: ranks are also started inside network namespaces or under mpirun, and may be killed
 on purpose without ending the others.
 
-Invariant: no process outlives the block of ``Ranks``, however it ends, nor the process that started it.
+Invariant: no process outlives the block of ``Ranks``, however it ends, or the process that started it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_GRACE_S = 5.0  # for the others after the first rank has failed: long enough to say what they saw of it
+_GRACE_S = 5.0  # given to the others after the first rank has failed, so that they can report their own errors
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
 class RanksFailed(RuntimeError):
-    """A rank failed, or time ran out; says so with the end of what each rank printed."""
+    """A rank failed, or time ran out; the message has the end of each rank's output."""
 
 
 class Ranks:
-    """A block in which ranks run.
+    """A context manager for running ranks; it ends them all.
 
     Args:
-        command: of every rank, as a list of words.
-        world_size: how many ranks.
-        options: what their ``measure`` is called with.
-        env: variables for every rank, on top of this process's and torchrun's.
-        master_addr: rank 0's address as the others see it.
+        command: the command of every rank, as a list of words.
+        world_size: the number of ranks.
+        options: the arguments of ``measure``.
+        env: variables for every rank, in addition to this process's and torchrun's.
+        master_addr: rank 0's address, as other ranks reach it.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Ranks:
         """Starts all ranks.
 
         Args:
-            prefixes: per node, what stands before the commands of its ranks, such as ``ip netns exec NAME``, with as
-                many ranks each; one node without.
+            prefixes: per node, the prefix of its ranks' commands, such as ``ip netns exec NAME``; every node gets
+                equally many ranks. By default there is one node, without a prefix.
         """
         nodes = prefixes or [[]]
         ranks_per_node = self._size // len(nodes)
@@ -71,7 +71,7 @@ class Ranks:
             self._spawn(nodes[node], numbers, ranks_per_node, f"rank{rank}")
 
     def start_under(self, launcher: Sequence[str]) -> None:
-        """Starts one process that starts all ranks on this host and tells them their numbers, such as mpirun."""
+        """Starts a launcher, such as mpirun, that starts all ranks on this host and numbers them."""
         self._end_one = subprocess.Popen.terminate
         self._spawn(launcher, {"GROUP_RANK": 0}, self._size, "launcher")
 
@@ -102,10 +102,10 @@ class Ranks:
     def collect(
         self, timeout_s: float, lost: Collection[int] = (), on_poll: Callable[[list[int]], None] | None = None
     ) -> list[Any]:
-        """Waits for all ranks; what they returned, by rank.
+        """Waits for all ranks; returns their results by rank.
 
         Args:
-            timeout_s: for all of it.
+            timeout_s: seconds for all ranks together.
             lost: ranks that are killed or stopped on purpose; their value is None.
             on_poll: called again and again with the ranks' process ids while they run.
 
@@ -125,14 +125,14 @@ class Ranks:
                 on_poll([process.pid for process in self._processes])
             time.sleep(0.02)
         if failed is not None or not self._are_done(lost):
-            raise RanksFailed(self._story(failed, timeout_s))
+            raise RanksFailed(self._report(failed, timeout_s))
         paths = [_answer_of(self._path, rank) for rank in range(self._size)]
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
     def _are_done(self, lost: Collection[int]) -> bool:
         return all(p.poll() == 0 for i, p in enumerate(self._processes) if i not in lost)
 
-    def _story(self, failed: subprocess.Popen | None, timeout_s: float) -> str:
+    def _report(self, failed: subprocess.Popen | None, timeout_s: float) -> str:
         lines = ["a rank failed:" if failed is not None else f"the ranks had not finished after {timeout_s:g} s:"]
         for process, log in zip(self._processes, sorted(self._path.glob("*.log")), strict=True):
             end = log.read_text(errors="replace").strip().splitlines()[-25:]
@@ -156,7 +156,7 @@ class Ranks:
 
 
 def answer(measure: Callable[..., Any], rank: int, folder: str, options: str) -> None:
-    """On a rank: calls ``measure`` with the options of ``Ranks``, and leaves its value for ``collect``."""
+    """Calls ``measure`` on a rank with the options of ``Ranks``, and writes its value for ``collect``."""
     path = _answer_of(Path(folder), rank)
     value = measure(**json.loads(options))
     path.with_suffix(".part").write_text(json.dumps(value))
@@ -168,7 +168,7 @@ def _answer_of(folder: Path, rank: int) -> Path:
 
 
 def _die_with_parent() -> None:
-    """Between fork and exec: the kernel kills the rank when its parent ends, even by SIGKILL."""
+    """Has the kernel kill the rank when its parent ends, even by SIGKILL; runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
-"""What `bagua bench replay` says of outcomes: a table for people, rows of a CSV file for programs.
+"""The output of `bagua bench replay`: a table for people, rows of a CSV file for programs.
 
-Beside the data path. Figures have three significant digits in both.
+Figures have three significant digits in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CSV_COLUMNS = (
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """The systems of one case, each compared with the best DDP, as a Markdown table that is readable as text."""
+    """Returns a Markdown table of the systems of one case, each compared with the best DDP."""
     best = best_ddp(outcomes)
     has_bound = outcomes[0].bound_s is not None
     head = ["system", "step ms", "min", "max", "ratio", "processor ms", "exposed ms", "waiting ms", "wire MB"]
@@ -48,7 +48,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def append_csv(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Adds a row per system to the file, after a head where it is new."""
+    """Adds a row per system to the file; a new file gets a header first."""
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
         if file.tell() == 0:
@@ -57,7 +57,7 @@ def append_csv(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def check_csv(path: Path) -> None:
-    """Raises InvalidArgument for a file to which ``append_csv`` would add rows of other columns."""
+    """Raises InvalidArgument for a file whose columns differ from those of ``append_csv``."""
     try:
         with path.open(newline="") as file:
             head = next(csv.reader(file), None)
@@ -109,7 +109,7 @@ def _of_bound(one: Outcome) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, never an exponent: 0.0123, 1.23, 123, 1234."""
+    """Returns three significant digits, never an exponent: 0.0123, 1.23, 123, 1234."""
     if value == 0 or math.isinf(value):
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -117,7 +117,7 @@ def three_digits(value: float) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table, readable as text; the first line is its head, the first column stands on the left."""
+    """Returns a Markdown table, readable as text; the first row is its header, the first column is left-aligned."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     text = [_markdown(line, widths) for line in cells]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
@@ -130,7 +130,7 @@ def _markdown(line: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def taken_on() -> dict[str, str]:
-    """What a result is taken on, by name."""
+    """Returns the date, machine and versions of a measurement, by name."""
     load = f"load average {os.getloadavg()[0]:.1f} at the start"
     return {
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -151,7 +151,7 @@ def _memory_gib() -> float:
 
 
 def check_file(option: str, path: Path, example: str) -> None:
-    """Raises InvalidArgument where no file can be written, before anything is measured for it."""
+    """Raises InvalidArgument if the file cannot be written; called before measuring."""
     try:
         if path.is_dir():
             raise InvalidArgument(f"{option} is the folder {path}, expected a file, such as {path / example}")

@@ -1,6 +1,6 @@
-"""How many bytes this host has sent to others, on the interface that BAGUA_SOCKET_IFNAME chooses, or on all but lo.
+"""Counts the bytes that this host has sent to others, on the interface BAGUA_SOCKET_IFNAME, or on all but lo.
 
-Beside the data path: read from the kernel before and after steps, so that DDP's bytes are counted as bagua's are.
+The counters are the kernel's, so that DDP's bytes are counted as bagua's are.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def sent_bytes() -> int:
-    """Bytes that this host has sent to others so far.
+    """Returns the bytes that this host has sent to others so far.
 
-    As its token bucket counts them, where it has one: every packet with its headers. An interface's own count has
-    those of a train of packets, which the kernel cuts later, once.
+    If the interface has a token bucket, its counter is used, which includes the headers of every packet. The
+    interface's own counter includes the headers of a packet once that the kernel splits into several later.
 
     Raises:
         InvalidArgument: as `interface_of`.
@@ -47,10 +47,10 @@ def sent_bytes() -> int:
 
 
 def interface_of(chosen: str) -> str:
-    """The name of the interface that ``chosen`` names, by itself or by one of its addresses.
+    """Returns the name of the interface ``chosen``, given by its name or one of its addresses.
 
     Raises:
-        InvalidArgument: this host has neither such an interface nor such an address; those that it has are listed.
+        InvalidArgument: this host has no such interface and no such address; the message lists those that it has.
     """
     names = [name for _, name in socket.if_nameindex()]
     if chosen in names:
@@ -63,13 +63,13 @@ def interface_of(chosen: str) -> str:
     except (ValueError, StopIteration):
         listing = ", ".join([*names, *(f"{address} ({name})" for name, address in addresses)])
         raise InvalidArgument(
-            f"BAGUA_SOCKET_IFNAME={chosen!r} is no interface of this host and no address of one, so that its bytes "
-            f"cannot be counted; there are {listing}"
+            f"BAGUA_SOCKET_IFNAME={chosen!r} is no interface of this host and no address of one, so its bytes "
+            f"cannot be counted; choose one of {listing}"
         ) from None
 
 
 def _addresses(names: list[str]) -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Interfaces with their addresses: the first of IPv4, which is the one that bagua takes, and all of IPv6."""
+    """Returns interfaces with their addresses: the first IPv4 address, which bagua uses, and all IPv6 ones."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:

@@ -1,9 +1,9 @@
-"""What a rank measures: one model under every system, torch's and ours, and when its gradients become ready.
+"""The measurements of a rank: one model under every system, torch's and ours, and the times when gradients are ready.
 
-A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm, with options: `qsgd:bits=4`,
-`ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer is one that does nothing (a device's); `qadam` alone
-brings its own, whose time counts. With `overlap=False` among the options an algorithm that exchanges gradients copies
-them into its buckets and begins when backward has ended.
+A system is written as on the command line: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm, with options: `qsgd:bits=4`,
+`ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing, as a device would run it; only `qadam` has
+its own, whose time counts. With the option `overlap=False` an algorithm that exchanges gradients copies them into its
+buckets and begins when backward has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALONE = "compute alone"
 
 
 def _bf16_hook(state, bucket):
-    """torch's bf16_compress_hook, which refuses gloo; without annotations, which torch compares to its own."""
+    """Does what torch's bf16_compress_hook does, which refuses gloo. torch would check annotations, so it has none."""
     gradients = bucket.buffer()
     cast = gradients.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(cast, async_op=True)
@@ -46,49 +46,51 @@ DDP_HOOKS: dict[str, Callable | None] = {
     "ddp_fp16": default_hooks.fp16_compress_hook,
     "ddp_bf16": _bf16_hook,
 }
-# Options of with_bagua, and of DDP those that need nothing beside them: name to what their values are.
+# The options of with_bagua, and those of DDP that can be used alone, with their expected values.
 _ON, _POSITIVE, _POSITIVE_INTEGER = "True or False", "a number of more than 0", "an integer of at least 1"
 _WRAP_OPTIONS = {"bucket_bytes": _POSITIVE_INTEGER, "find_unused_parameters": _ON, "broadcast_buffers": _ON}
 _DDP_PARAMETERS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters.values()
 _DDP_OPTIONS = {p.name: _ON for p in _DDP_PARAMETERS if type(p.default) is bool}
 _DDP_OPTIONS |= {"bucket_cap_mb": _POSITIVE, "broadcast_buffers": _ON}
-# Of those that exchange weights, what may pass while compute goes on; the others' whole exchange is waited for.
+# These algorithms exchange weights while compute continues; other weight algorithms wait for the whole exchange.
 _UNDER_COMPUTE = ("decentralized", "async_averaging")
-_ENOUGH_S = 8.0  # of samples, where a link is slow
-_LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken together, since ranks begin them apart
+_ENOUGH_S = 8.0  # seconds of samples, if steps are slow
+_LONG_STEP_S = 0.5  # a sample is one such step; shorter ones are timed together, because ranks begin at different times
 _SHORT_STEPS = 4
-_WARM_FROM_S = 3.0  # steps that take as long are as warm after the first as they get
-_ROUNDS = 3  # of async: a sample each
-_MOST_STOLEN = 0.1  # by the hypervisor, and
-_MOST_SLEPT = 0.05  # longer than the profile says, where all it does is sleep; measured again above that
+_WARM_FROM_S = 3.0  # steps that take this long need only one warm-up step
+_ROUNDS = 3  # rounds of async, one sample each
+# A measurement is repeated above these shares.
+_MOST_STOLEN = 0.1  # of processor time, taken by the hypervisor
+_MOST_SLEPT = 0.05  # of the profile's step, by which compute alone (sleeping) took longer
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """Steps like one whose work an accelerator does."""
+    """An optimizer whose step does nothing, as if an accelerator ran it."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: None = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @dataclass
 class Result:
-    """One system on one rank.
+    """The measurements of one system on one rank.
 
     Attributes:
-        system: its name.
-        step_s: seconds per step, a sample per block of steps.
+        system: the system's name, with options.
+        step_s: seconds per step, one sample per block of steps.
         wire_bytes: bytes per step that this rank's host has sent.
-        processor_s: seconds per step that this rank's threads have run on a processor, in the kernel too.
-        waiting_s: what our own timeline says that a step waited, a mean; None for DDP.
-        ready: of what is exchanged under backward, in this order: when each gradient becomes ready, in seconds from the
-            begin of a step without communication, and its part of all bytes.
-        overlap: what of the step an exchange may go on under: "backward" as gradients come, "step", or "nothing".
-        period: steps from one exchange to the next; `wire_bytes` and `step_s` are means over
-            them. 1 where it is no number of steps, as for async.
-        stolen: what the hypervisor took of this rank's machine, between 0 and 1.
+        processor_s: seconds per step of processor time of this rank's threads, including the kernel's.
+        waiting_s: mean seconds that a step waited, from bagua's timeline; None for DDP.
+        ready: for gradients, in the order in which they become ready: seconds from the beginning of a step without
+            communication, and the gradient's share of all bytes.
+        overlap: the part of a step that may overlap with an exchange: "backward", as gradients become ready, "step",
+            or "nothing".
+        period: steps from one exchange to the next; `wire_bytes` and `step_s` are means over them. 1 if it is not a
+            number of steps, as for async.
+        stolen: the share of this machine's processor time that the hypervisor took, between 0 and 1.
     """
 
     system: str
@@ -103,7 +105,7 @@ class Result:
 
 
 def parse(system: str) -> tuple[str, dict[str, Any]]:
-    """`qsgd:bits=4,error_feedback=True` -> the name and its options."""
+    """Splits a system such as `qsgd:bits=4,error_feedback=True` into its name and options."""
     name, _, text = system.partition(":")
     options = {}
     for part in filter(None, text.split(",")):
@@ -139,9 +141,9 @@ def check(system: str) -> None:
 
 
 def check_scaled(system: str, profile: Profile, scale: float) -> None:
-    """Raises InvalidArgument where an algorithm does something else with the scaled parameters than with the profile's.
+    """Raises InvalidArgument if an algorithm sends the scaled parameters in another way than the original ones.
 
-    It would be timed for what it does not do: powersgd has no thin factors of a matrix of a single column.
+    The times would be wrong: powersgd, for one, has no thin factors of a matrix of a single column.
     """
     name, options = parse(system)
     if name in DDP_HOOKS:
@@ -167,7 +169,7 @@ def _algorithm_of(name: str, options: dict[str, Any]) -> bagua.algorithms.Algori
 
 
 def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:
-    """Raises InvalidArgument for a value that is not what `known` says of its option."""
+    """Raises InvalidArgument for a value that differs from the expectation in `known`."""
     for option, value in options.items():
         expected = known.get(option)
         is_good = {
@@ -182,7 +184,7 @@ def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where this rank is among those that a launcher has started."""
+    """The position of this rank among those of a launcher."""
 
     rank: int
     num_hosts: int
@@ -191,15 +193,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank measures.
+    """The measurements that every rank takes.
 
     Attributes:
-        profile: a file.
-        scale: of the tensors.
-        rate_mbit: of every host's link; None if it is left open.
-        systems: names; compute alone comes before them.
-        samples: of each, at most.
-        turns: how often all of them are measured.
+        profile: the path of a profile.
+        scale: the scale of the parameters.
+        rate_mbit: the rate of every host's link; None if unknown.
+        systems: systems to measure, after compute alone.
+        samples: the maximum number of samples of each.
+        turns: the number of times that all are measured.
     """
 
     profile: str
@@ -211,7 +213,7 @@ class Task:
 
 
 def initialise(timeout_s: float = 120.0) -> None:
-    """gloo and bagua side by side in this process, from the environment that a launcher sets."""
+    """Initialises gloo and bagua in this process, from the environment that a launcher sets."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", timeout=timeout)
@@ -219,14 +221,14 @@ def initialise(timeout_s: float = 120.0) -> None:
 
 
 def destroy() -> None:
-    """Ends both."""
+    """Destroys the groups of gloo and bagua."""
     bagua.barrier()
     bagua.destroy_process_group()
     dist.destroy_process_group()
 
 
 def measure(**task: Any) -> list[dict]:
-    """On a rank: `Result`s of a `Task` as dicts, compute alone first."""
+    """Measures a `Task` on a rank; returns `Result`s as dicts, compute alone first."""
     initialise(timeout_s=300)
     results = _measure_all(Task(**task))
     destroy()
@@ -234,7 +236,7 @@ def measure(**task: Any) -> list[dict]:
 
 
 def measure_here(tasks: Sequence[Task]) -> tuple[Position, list[list[list[dict]]]]:
-    """On a rank of a launcher: what all ranks have measured, by task and rank."""
+    """Measures tasks on a rank of a launcher; returns the results of all ranks, by task and rank."""
     initialise(timeout_s=300)
     local = bagua.get_local_world_size()
     position = Position(bagua.get_rank(), bagua.get_world_size() // local, local)
@@ -254,8 +256,8 @@ def _measure_all(task: Task) -> list[dict]:
     profile_s = (model.profile.forward_ms + model.profile.backward_ms) / 1e3
 
     def disturbance(slept_s: float, stolen: float = 0.0) -> float:
-        own = max((slept_s - profile_s) / max(_MOST_SLEPT * profile_s, 1e-3), stolen / _MOST_STOLEN)
-        return max(bagua.get_default_group().all_gather_plain(own))
+        here = max((slept_s - profile_s) / max(_MOST_SLEPT * profile_s, 1e-3), stolen / _MOST_STOLEN)
+        return max(bagua.get_default_group().all_gather_plain(here))
 
     def disturbance_of(result: Result) -> float:
         return disturbance(statistics.median(result.step_s) if result.system == ALONE else 0.0, result.stolen)
@@ -285,7 +287,7 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
     step = _step_of(system, model)
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
-    name = handle.algorithm.name if handle is not None else parse(system)[0]  # not one that is short for it
+    name = handle.algorithm.name if handle is not None else parse(system)[0]  # not an abbreviation of it
     exchanges = handle.algorithm.exchanges if handle is not None else "gradients"
     verification = Verification(name, options, model, exchanges) if system != ALONE else None
     period = 1
@@ -295,7 +297,7 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
         round_s = max(options["sync_interval"], link_s)
         taken = _time_rounds(step, math.ceil(round_s / max(ready.values())))
     else:
-        # What is not done in every step is done once in a sample.
+        # A sample is a whole number of periods, each of which has one exchange.
         period = max(options.get("sync_every", 1), options.get("interval", 1))
         taken = _time(step, period, task.samples)
     if verification is not None:
@@ -310,21 +312,21 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
         if records:
             result.waiting_s = statistics.mean(record.exposed_ns / 1e9 for record in records)
         handle.remove()
-    del step  # DDP's hooks go with it
+    del step  # removes DDP's hooks
     gc.collect()
     model.zero_grad()
     return result
 
 
 def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
-    """A training step under a system."""
+    """Returns a training step under a system."""
     name, options = parse(system)
     overlaps = options.pop("overlap", True)
     parameters = list(model.parameters())
     optimizer = _optimizer_of(name, parameters)
     forward: torch.nn.Module = model
     if name in DDP_HOOKS:
-        defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 knows no init_sync
+        defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 has no init_sync
         options = {name: value for name, value in defaults.items() if name in _DDP_OPTIONS} | options
         forward = torch.nn.parallel.DistributedDataParallel(model, **options)
         if DDP_HOOKS[name] is not None:
@@ -349,13 +351,13 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
             model.bagua.algorithm.communicate(bucket, group)
             group.pause()
         for work in (work for bucket in model.bagua.buckets for work in bucket.works):
-            work.wait()  # no step follows: it would be refused, and NoOptimizer's does nothing
+            work.wait()  # no optimizer step follows: it would be refused, and NoOptimizer's does nothing
 
     return step if overlaps else step_in_turn
 
 
 def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """What steps under the system of that name."""
+    """Returns the optimizer for the system of that name."""
     if name == "qadam":
         return bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
     return NoOptimizer(parameters)
@@ -363,7 +365,7 @@ def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.
 
 @dataclass(frozen=True)
 class _Taken:
-    """Of `Result` what is measured in its samples, and how many steps these were."""
+    """The part of a `Result` that samples measure, and the number of their steps."""
 
     step_s: list[float]
     wire_bytes: float
@@ -373,9 +375,9 @@ class _Taken:
 
 
 def _time(step: Callable[[], None], period: int, samples: int) -> _Taken:
-    """Samples of one or more periods."""
+    """Takes samples of one or more periods, after warming up."""
     took_s = bagua.get_default_group().broadcast_plain(_seconds_of(step, period), 0)
-    if took_s < _WARM_FROM_S:  # connections; buckets are laid out anew after the first step
+    if took_s < _WARM_FROM_S:  # the first period opens connections, and buckets are planned anew after the first step
         took_s = bagua.get_default_group().broadcast_plain(_seconds_of(step, period), 0)
     block = period if took_s >= _LONG_STEP_S else period * math.ceil(_SHORT_STEPS / period)
     samples = min(samples, max(3, round(_ENOUGH_S / (took_s * block / period))))
@@ -383,7 +385,7 @@ def _time(step: Callable[[], None], period: int, samples: int) -> _Taken:
 
 
 def _time_rounds(step: Callable[[], None], block: int) -> _Taken:
-    """The same of steps in whose background rounds go on: a sample is as many steps as a round takes, at least."""
+    """Takes samples of steps with rounds in the background: a sample has as many steps as a round takes at least."""
     _seconds_of(step, block)
     return _samples(step, block, _ROUNDS)
 
@@ -407,7 +409,7 @@ def _seconds_of(step: Callable[[], None], times: int) -> float:
 
 
 def _ready_times(model: SleepingModel) -> dict[int, float]:
-    """When each gradient becomes ready in a step without communication, in seconds; medians of five steps."""
+    """Returns the seconds after which each gradient is ready, by parameter id, in medians of five local steps."""
     seen: dict[int, list[float]] = {id(p): [] for p in model.parameters()}
     begin = 0.0
     hooks = [
@@ -424,7 +426,7 @@ def _ready_times(model: SleepingModel) -> dict[int, float]:
 
 
 def _ready_parts(model: torch.nn.Module, ready: dict[int, float]) -> list[tuple[float, float]]:
-    """`Result.ready` of parameters that become ready at `ready`: seconds, by their ids."""
+    """Returns `Result.ready`, given the seconds at which gradients become ready, by parameter id."""
     num_bytes = sum(p.nbytes for p in model.parameters())
     in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
     return [(ready[id(p)], p.nbytes / num_bytes) for p in in_order]

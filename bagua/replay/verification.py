@@ -1,7 +1,7 @@
-"""Whether a system that is played does what it is timed for: verified on every rank, before its times count.
+"""Verification that a played system computes the right values, on every rank, before its times count.
 
-Gradients must be the same bits on all ranks and the mean of all ranks', as exactly as the system's precision allows.
-Weights that are exchanged start from other values on every rank: they must have come closer, and their mean must not
+Gradients must be the same bits on all ranks, and the mean over ranks within the system's precision. Algorithms that
+exchange weights start from different values on every rank: the weights must have come closer, and their mean must not
 have moved.
 """
 
@@ -17,21 +17,21 @@ import bagua
 from bagua.replay.profiles import SleepingModel
 
 _SAMPLES = 256  # of each tensor, at least, where it has as many
-# How far gradients may be from their mean, an L2 norm over the mean's, beyond what rounding to their dtype takes.
+# The allowed distance of gradients from their mean, an L2 norm over the mean's, beyond rounding to their dtype.
 _ALLOWED = {"ddp": 0.0, "gradient_allreduce": 0.0, "ddp_fp16": 0.01, "ddp_bf16": 0.02, "bytegrad": 0.1}
-_ALLOWED_OF_BITS = {8: 0.1, 4: 0.6, 2: 3.0}  # qsgd: its levels are a whole of the largest value, 1/7, 1/127
+_ALLOWED_OF_BITS = {8: 0.1, 4: 0.6, 2: 3.0}  # qsgd: a step is 1/127, 1/7 or all of the largest value
 _ANY_CODEC = 3.0
-_PROJECTED = 1.1  # of a projection no more than 1 is left out, of samples of it by chance a little more
-_MOST_MOVED = 0.2  # of the distance that the weights had
+_PROJECTED = 1.1  # a projection leaves out at most 1, its samples by chance a little more
+_MOST_MOVED = 0.2  # of the distance between the weights before
 _CLOSER = 0.5
 
 
 class Verification:
-    """Of one system on a wrapped model: begins before steps, `end` comes after them. Every rank makes both calls.
+    """A verification of one system on a wrapped model: create it before the steps, call `end` after them, on all ranks.
 
     Args:
-        name: the system's, without options.
-        options: of the system.
+        name: the system's name, without options.
+        options: the system's options.
         exchanges: "gradients" or "weights".
     """
 
@@ -47,17 +47,17 @@ class Verification:
             _pause(model, False)
 
     def end(self) -> None:
-        """Raises RuntimeError on every rank where the ranks hold what they should not; weights are zero afterwards."""
+        """Raises RuntimeError on every rank if values are wrong on any; sets weights to zero."""
         self._end()
 
     def _end_of_gradients(self) -> None:
-        if self._name == "qadam":  # steps with momentum: its weights are what ranks have in common
+        if self._name == "qadam":  # exchanges momentum, so only weights are equal on all ranks
             self._expect_equal(self._model.parameters())
         else:
             gradients = [parameter.grad for parameter in self._model.parameters()]
             self._expect_equal(gradients)
-            own = _of_ranks(gradient for layer in self._model.layers for gradient in layer.gradients)
-            mean = own.mean(0)
+            of_ranks = _of_ranks(gradient for layer in self._model.layers for gradient in layer.gradients)
+            mean = of_ranks.mean(0)
             off = float((_sampled(gradients) - mean).norm() / mean.norm())
             rounding = 8 * max(torch.finfo(gradient.dtype).eps for gradient in gradients)
             self._expect(off <= self._allowed() + rounding, f"gradients are {off:.3g} off the mean")
@@ -74,14 +74,14 @@ class Verification:
 
     def _allowed(self) -> float:
         if self._name == "powersgd":
-            # A projection. With error feedback one of all that the steps before have left out, too.
+            # A projection. With error feedback it includes the residuals of all steps before.
             has_feedback = self._options.get("error_feedback", True)
             return 1.0 + bagua.metrics.values(self._model)["steps"] if has_feedback else _PROJECTED
         if "codec" in self._options or self._options.get("error_feedback"):
             return _ANY_CODEC
         if self._name == "qsgd":
             return _ALLOWED_OF_BITS[self._options.get("bits", 8)]
-        return _ALLOWED.get(self._name, _ANY_CODEC)  # an installed one may have a codec, too
+        return _ALLOWED.get(self._name, _ANY_CODEC)  # a plug-in may use a codec too
 
     def _expect_equal(self, tensors: Iterable[torch.Tensor]) -> None:
         checksum = 0
@@ -99,7 +99,7 @@ def _sampled(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _of_ranks(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A row per rank."""
+    """Returns samples of the tensors, one row per rank."""
     mine = _sampled(tensors)
     rows = mine.new_empty(bagua.get_world_size(), mine.numel())
     bagua.all_gather(rows, mine)
@@ -107,12 +107,12 @@ def _of_ranks(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _distance(of_ranks: torch.Tensor) -> float:
-    """The mean over ranks of the L2 norms to their mean."""
+    """Returns the mean over ranks of the L2 distance to the mean of all."""
     return float((of_ranks - of_ranks.mean(0)).norm(dim=1).mean())
 
 
 def _pause(model: SleepingModel, is_paused: bool) -> None:
-    """`async` exchanges weights all the time, and may not while they are set or compared."""
+    """Pauses or resumes an algorithm such as `async`, which must not exchange weights while they are set or read."""
     if not model.bagua.algorithm.is_lockstep:
         (model.bagua.pause if is_paused else model.bagua.resume)()
 

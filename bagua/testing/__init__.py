@@ -1,6 +1,6 @@
-"""Helpers for testing code on top of bagua, plug-ins above all: real ranks, and faults to throw at them.
+"""Helpers for testing code on top of bagua, plug-ins above all: real ranks, and injected faults.
 
-Nothing in the library itself imports this package.
+The library itself does not import this package.
 """
 
 from bagua.testing.failures import RankDied, RankError, RankTraceback, WorldTimeout

@@ -1,4 +1,4 @@
-"""How a world of ranks can fail, and which failure of several is the cause of the others."""
+"""The ways in which a world of ranks can fail, and the choice of the first cause among several failures."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RankError(RuntimeError):
 
 
 class WorldTimeout(TimeoutError):
-    """Some ranks had not finished in time; the message holds their stacks."""
+    """Some ranks did not finish in time; the message holds their stacks."""
 
 
 class RankTraceback(Exception):
-    """The cause of a re-raised exception: the traceback as the rank printed it, and what else is known."""
+    """The cause of a re-raised exception: the rank's traceback, and the failures of other ranks."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class RankTraceback(Exception):
 
 
 class Failure(NamedTuple):
-    """One rank's. `at` is on the monotonic clock, which all processes of a host share."""
+    """A failure of one rank; `at` is on the monotonic clock, which all processes of a host share."""
 
     at: float
     rank: int
@@ -50,7 +50,7 @@ class Failure(NamedTuple):
 
 
 def raise_first(failures: list[Failure], num_ranks: int, stuck: str) -> NoReturn:
-    """Raises the first cause. A death comes before any exception, since those of other ranks follow from it."""
+    """Raises the first cause. A death comes before any exception, because exceptions of other ranks follow from it."""
     first, *others = sorted(failures, key=lambda failure: (not isinstance(failure.error, RankDied), failure.at))
     text = f"rank {first.rank} of {num_ranks}:\n{first.text}" if first.text else ""
     for other in others:
@@ -62,7 +62,7 @@ def raise_first(failures: list[Failure], num_ranks: int, stuck: str) -> NoReturn
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Returns the name of a signal, e.g. "SIGKILL" for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -14,7 +14,7 @@ Action = Literal["raise", "kill", "stop", "exit"]
 
 
 class InjectedFault(RuntimeError):
-    """What ``fail_at(..., action="raise")`` raises."""
+    """An exception raised by ``fail_at(..., action="raise")``."""
 
 
 def kill(pid: int | None = None) -> None:
@@ -23,25 +23,25 @@ def kill(pid: int | None = None) -> None:
 
 
 def stop(pid: int | None = None) -> None:
-    """Stops a process (this one by default) with SIGSTOP: it stays connected and does nothing."""
+    """Stops a process (this one by default) with SIGSTOP: it stays connected and makes no progress."""
     os.kill(os.getpid() if pid is None else pid, signal.SIGSTOP)
 
 
 def cont(pid: int) -> None:
-    """Lets a stopped process continue."""
+    """Continues a stopped process."""
     os.kill(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
 class FailAt:
-    """A fault on one rank at one step; calls on others do nothing. Made by :func:`fail_at`."""
+    """A fault on one rank at one step; calls at other ranks or steps have no effect. Made by :func:`fail_at`."""
 
     rank: int
     step: int
     action: Action
 
     def __call__(self, rank: int, step: int) -> None:
-        """To be called by every rank in every step."""
+        """Injects the fault if this is its rank and step; every rank calls this in every step."""
         if (rank, step) != (self.rank, self.step):
             return
         if self.action == "raise":
@@ -55,11 +55,11 @@ class FailAt:
 
 
 def fail_at(rank: int, step: int, action: Action = "raise") -> FailAt:
-    """A fault for a training loop: ``fault(rank, step)`` in every step, an effect on ``rank`` at ``step`` only.
+    """Returns a fault for a training loop, which calls it as ``fault(rank, step)`` in every step.
 
     Args:
-        action: "raise" InjectedFault, "kill" or "stop" the rank's process, or "exit" with status 1 without
-            any clean-up.
+        action: the effect on ``rank`` at ``step``: "raise" InjectedFault, "kill" or "stop" the process, or "exit" with
+            status 1 without any clean-up.
 
     Example:
         >>> fault = fail_at(rank=1, step=3)
@@ -77,7 +77,7 @@ def fail_at(rank: int, step: int, action: Action = "raise") -> FailAt:
 
 
 class Garbage(NamedTuple):
-    """What :func:`send_garbage` did."""
+    """The counts that :func:`send_garbage` returns."""
 
     connected: int
     refused: int
@@ -94,7 +94,7 @@ def send_garbage(
     timeout: float = 2.0,
     hold: float = 0.5,
 ) -> Garbage:
-    """Connects as unauthenticated peers that send random bytes, half a message, or nothing.
+    """Connects as unauthenticated peers that send random bytes, or nothing.
 
     A fifth of the connections are closed without a byte, a fifth stay open and silent until the end (64 at
     most), the rest send up to ``max_bytes`` random bytes. The listener's answers are not read.
@@ -128,7 +128,7 @@ def send_garbage(
                 try:
                     sock.sendall(data)
                     sent_bytes += len(data)
-                except OSError:  # the listener hung up first, as it may
+                except OSError:  # the listener closed the connection first, as it may
                     pass
         time.sleep(hold)
     finally:

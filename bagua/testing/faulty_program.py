@@ -1,7 +1,7 @@
-"""What a rank runs in a case of random_faults.py: set-up, then training or collectives, with a fault at some moment.
+"""The program of a rank in a case of random_faults.py: set-up, then training or collectives, with one fault.
 
-Every number that comes out is checked: a collective's result and plain training against loops over all ranks' data, and
-of algorithms that exchange gradients the digest of the weights after every step, which all ranks' reports have alike.
+All results are checked. Collectives and `gradient_allreduce` are compared with loops over all ranks' data. Where an
+algorithm exchanges gradients, the reports hold a digest of the weights after each step, which must agree on all ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _WIDTH = 64
 
 
 class WrongNumbers(AssertionError):
-    """Something ended well with a result that is not the one of plain loops."""
+    """An operation succeeded with a result that differs from plain loops."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank, and when."""
+    """A fault of one rank: its kind and its moment."""
 
     rank: int
     kind: str  # kill, stop, term, raise, cut, sleep
@@ -56,7 +56,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """A job and what goes wrong in it."""
+    """A job and the faults in it."""
 
     seed: int
     index: int
@@ -71,31 +71,31 @@ class Case:
 
     @property
     def num_steps(self) -> int:
-        """Of the program."""
+        """The number of steps of the program."""
         last = max((int(fault.phase.split()[1]) for fault in self.faults if fault.phase.startswith("step")), default=0)
         return last + 1 + _STEPS_AFTER_THE_LAST_FAULT
 
 
 class Report(NamedTuple):
-    """How the program ended on one rank."""
+    """The end of the program on one rank."""
 
-    error: str  # its class; "" where it ended well
-    named: int | None  # the rank at fault, by the error
+    error: str  # class of the error; "" if the program succeeded
+    named: int | None  # the rank at fault, according to the error
     message: str
-    at: float  # the error came; on the monotonic clock, which all processes of a host share
-    ended: float  # the groups were destroyed
-    digests: list[str]  # of the weights after each step, where all ranks have the same
+    at: float  # time of the error, on the monotonic clock, which all processes of a host share
+    ended: float  # time after the groups were destroyed
+    digests: list[str]  # digests of the weights after each step, where all ranks should have the same
 
 
 def run(rank: int, size: int, case: Case, folder: str, host_names: Sequence[str]) -> Report:
-    """The program of one rank.
+    """Runs the program of one rank.
 
     Args:
-        folder: where the ranks meet before they start, and note when their faults struck.
-        host_names: the host of each rank, for hosts.move_to; empty where all share one.
+        folder: files here synchronise the start of the ranks, and record the times of faults.
+        host_names: the host of each rank, for hosts.move_to; empty if all share one.
 
     Raises:
-        WrongNumbers: a result that came without an error is wrong.
+        WrongNumbers: an operation succeeded with a wrong result.
     """
     if host_names:
         hosts.move_to(host_names[rank])
@@ -115,7 +115,7 @@ def run(rank: int, size: int, case: Case, folder: str, host_names: Sequence[str]
 
 
 def struck_at(folder: Path, case: Case) -> dict[int, float]:
-    """By rank, when its fault struck, of those that did."""
+    """Returns the time at which the fault of each rank struck, without those that did not strike."""
     paths = {fault.rank: folder / f"struck-{fault.rank}" for fault in case.faults}
     return {rank: float(path.read_text()) for rank, path in paths.items() if path.exists()}
 
@@ -128,14 +128,14 @@ def _run(case: Case, rank: int, strikes: _Strikes, digests: list[str]) -> None:
     for step in range(case.num_steps):
         with strikes.during(f"step {step}"):
             digests += program.step(step)
-    # Nobody ends well after a fault: a message that was sent before it may let a rank out of the first of these, but
-    # the second waits for one that its peers send after theirs.
+    # No rank succeeds after a fault: a message sent before the fault may complete the first barrier, but the second
+    # waits for messages that peers send after their first.
     bagua.barrier()
     bagua.barrier()
 
 
 class _Strikes:
-    """The faults of one rank, of which there is at most one."""
+    """The fault of one rank, if it has one."""
 
     def __init__(self, case: Case, rank: int, folder: Path, host_names: Sequence[str]) -> None:
         self._fault = next((fault for fault in case.faults if fault.rank == rank), None)
@@ -143,7 +143,7 @@ class _Strikes:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """The block is that phase: a fault of before, and one of within, strike unless an error comes first."""
+        """Runs the block as that phase; a fault before it or in it strikes, unless an error comes first."""
         fault = self._fault
         if fault is None or fault.phase != phase or fault.where == "backward":
             yield
@@ -163,7 +163,7 @@ class _Strikes:
             timer.join()  # it strikes even if the phase was shorter
 
     def in_backward(self, step: int) -> None:
-        """Called in the middle of it."""
+        """Injects a fault in the backward of a step; called by a hook in the middle of it."""
         if self._fault is not None and (self._fault.where, self._fault.phase) == ("backward", f"step {step}"):
             self._strike()
 
@@ -172,29 +172,29 @@ class _Strikes:
         assert fault is not None
         if fault.kind == "cut":
             hosts.cut(self._host_names, fault.rank)
-        self._note()
+        self._record_time()
         if fault.kind == "kill":
             kill()
         elif fault.kind == "stop":
             stop()
         elif fault.kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(TIMEOUT_S)  # until it is delivered
+            time.sleep(TIMEOUT_S)  # until the signal is delivered
         elif fault.kind == "raise":
             raise InjectedFault(f"injected: {fault}")
         elif fault.kind == "sleep" and fault.where == "in":
-            ctypes.PyDLL(None).usleep(int(SLEEP_S * 1e6))  # with the interpreter's lock, so that all of it sleeps
+            ctypes.PyDLL(None).usleep(int(SLEEP_S * 1e6))  # holds the interpreter's lock, so that all threads sleep
         elif fault.kind == "sleep":
             time.sleep(SLEEP_S)
 
-    def _note(self) -> None:
+    def _record_time(self) -> None:
         part = self._path.with_suffix(".part")
         part.write_text(repr(time.monotonic()))
         part.rename(self._path)
 
 
 def _meet(folder: Path, rank: int, size: int) -> None:
-    """All processes are there, so none is late by itself."""
+    """Waits until all processes have started, so that none is late without a fault."""
     (folder / f"there-{rank}").touch()
     deadline = time.monotonic() + _MEETING_LIMIT_S
     while not all((folder / f"there-{other}").exists() for other in range(size)):
@@ -204,7 +204,7 @@ def _meet(folder: Path, rank: int, size: int) -> None:
 
 
 class _Training:
-    """A model of six layers, in several buckets, that learns nothing."""
+    """Training of a model of six layers, in several buckets, on random data."""
 
     def __init__(self, case: Case, rank: int, strikes: _Strikes) -> None:
         self._case, self._rank = case, rank
@@ -222,13 +222,13 @@ class _Training:
         in_the_middle.register_hook(lambda _: strikes.in_backward(self._step))
 
     def step(self, step: int) -> list[str]:
-        """One step of training; the digest of the weights after it, where all ranks have the same."""
+        """Trains one step; returns a digest of the weights if all ranks should have the same."""
         self._step = step
         self._optimizer.zero_grad()
         self._loss(self._model, self._rank, step).backward()
         self._optimizer.step()
         weights = torch.cat([parameter.detach().flatten() for parameter in self._model.parameters()])
-        if not bool((weights.abs() < 10).all()):  # a NaN is not
+        if not bool((weights.abs() < 10).all()):  # true for a NaN too
             raise WrongNumbers(f"weights up to {weights.abs().max()} after step {step}; they start below 1")
         if self._case.algorithm == "gradient_allreduce":
             self._compare(weights, step)
@@ -239,7 +239,7 @@ class _Training:
         return model(torch.randn(8, _WIDTH, generator=generator)).square().mean()
 
     def _compare(self, weights: torch.Tensor, step: int) -> None:
-        """With one process that has all ranks' data."""
+        """Compares the weights with training in one process on all ranks' data."""
         self._plain_optimizer.zero_grad()
         for rank in range(self._case.size):
             (self._loss(self._plain, rank, step) / self._case.size).backward()
@@ -250,13 +250,13 @@ class _Training:
             raise WrongNumbers(f"a weight is off by {off} after step {step}")
 
 
-def _make_optimizer(own: type[torch.optim.Optimizer], model: torch.nn.Module) -> torch.optim.Optimizer:
-    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD if own is torch.optim.Optimizer else own
+def _make_optimizer(wanted: type[torch.optim.Optimizer], model: torch.nn.Module) -> torch.optim.Optimizer:
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD if wanted is torch.optim.Optimizer else wanted
     return kind(model.parameters(), lr=0.01)
 
 
 class _Collectives:
-    """In each step another one, drawn for all ranks alike, of whole numbers that float32 adds exactly."""
+    """A random collective per step, the same on all ranks, on whole numbers that float32 adds exactly."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self._case, self._rank, self._size = case, rank, case.size
@@ -329,7 +329,7 @@ class _Collectives:
         self._check(found, torch.cat(parts))
 
     def _pass_on(self, numel: int, step: int) -> None:
-        """To the next rank, from the one before."""
+        """Sends to the next rank and receives from the previous one."""
         before, found = (self._rank - 1) % self._size, torch.empty(numel)
         sent = self._values(self._rank, numel, step)
         works = [

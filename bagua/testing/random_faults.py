@@ -1,8 +1,8 @@
-"""`python -m bagua.testing.random_faults`: small jobs with random faults, and a verdict on how each of them ended.
+"""Runs small jobs with random faults and judges how each ends: `python -m bagua.testing.random_faults`.
 
-A case is drawn from its seed and its index alone: ranks, transport, algorithm, and which rank fails when and how. The
-ranks are processes that run faulty_program.py. Its verdict is "ok" where every rank has ended in time, with an error
-that names a rank at fault on all ranks that nothing has happened to, and no result was wrong before.
+The seed and the index of a case determine all of it: ranks, transport, algorithm, and the rank, moment and kind of each
+fault. The ranks are processes that run faulty_program.py. The verdict is "ok" if every rank ended in time, every rank
+without a fault raised an error that names a faulty rank, and no result was wrong before.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from bagua.testing.ranks import Pool, Run
 
 TRANSPORTS = ("shm", "tcp", "namespaces")
 KINDS = ("kill", "stop", "term", "raise", "sleep", "cut")  # cut: namespaces only
-# An operation that waits for a rank fails by its timeout, its cause is found within as long again, and a link is silent
-# for a heartbeat's timeout before that; the rest is for a loaded machine.
+# An operation that waits for a rank fails after its timeout, its cause is found within as long again, and before that a
+# link is silent for the heartbeat's timeout. The rest is for a loaded machine.
 LIMIT_S = 2 * TIMEOUT_S + HEARTBEAT_TIMEOUT_S + 5.0
 _START_LIMIT_S = 60.0
 _POLL_S = 0.05
@@ -53,20 +53,20 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 
 class Verdict(NamedTuple):
-    """On one case."""
+    """The verdict on one case."""
 
-    words: str  # "ok", or what is bad about it
-    seconds: float  # from the last fault to the last error of a rank that nothing has happened to
-    details: list[str]  # for what is bad
+    words: str  # "ok", or the defects found
+    seconds: float  # from the last fault to the last error of a rank without a fault
+    details: list[str]  # lines about the ranks, if there are defects
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is bad about it; what cannot run here is not either."""
+        """Returns True for "ok", and for a case that was skipped because it cannot run here."""
         return self.words == "ok" or self.words.startswith("skipped")
 
 
 def draw(seed: int, index: int) -> Case:
-    """The case of that index: always the same, whichever ran before it."""
+    """Returns the case of that seed and index."""
     rng = random.Random(f"{seed}/{index}")
     size = rng.randint(2, 4)
     transport = rng.choice(TRANSPORTS)
@@ -78,7 +78,7 @@ def draw(seed: int, index: int) -> Case:
 
 @functools.cache
 def _algorithms() -> tuple[str, ...]:
-    """Plug-ins' too; looked for once."""
+    """Returns all algorithms, plug-ins included."""
     return bagua.algorithms.available()
 
 
@@ -94,7 +94,7 @@ def _draw_fault(rng: random.Random, rank: int, transport: str, algorithm: str) -
 
 
 def run_case(case: Case) -> Verdict:
-    """Runs it, with every process ended when it returns."""
+    """Runs a case and returns its verdict; no process of it is left."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bagua-faults-")))
         host_names, env = stack.enter_context(_network(case))
@@ -108,7 +108,7 @@ def run_case(case: Case) -> Verdict:
 
 @contextlib.contextmanager
 def _network(case: Case) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The host of each rank, or none where all share this one, and the environment by which they use the transport."""
+    """Yields the host of each rank (none if all share this one) and the environment that selects the transport."""
     if case.transport != "namespaces":
         yield [], {"BAGUA_SHARED_MEMORY": "1" if case.transport == "shm" else "0"}
         return
@@ -120,24 +120,25 @@ def _network(case: Case) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 
 def _store_on(host: str, address: str) -> TCPStore:
-    """A store that this process holds on another host."""
+    """Returns a store that this process holds on another host."""
     made: list[TCPStore] = []
 
     def make() -> None:
         hosts.move_to(host)
         made.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
 
-    thread = threading.Thread(target=make, name="store")  # a thread can move alone
+    thread = threading.Thread(target=make, name="store")  # a thread can move to a host by itself
     thread.start()
     thread.join()
     return made[0]
 
 
 def _wait(case: Case, started: Run, folder: Path) -> tuple[float, dict[int, Any], str]:
-    """Until all have ended that can, then lets those go on that are stopped.
+    """Waits until all ranks that are not stopped have ended, then continues the stopped ones.
 
     Returns:
-        When those went on, what became of each rank, and the stacks of those that have not ended in time.
+        The time at which those were continued, the outcome of each rank, and the stacks of ranks that did not end in
+        time.
     """
     begin = time.monotonic()
     while True:
@@ -157,26 +158,26 @@ def _wait(case: Case, started: Run, folder: Path) -> tuple[float, dict[int, Any]
 
 
 def _due(fault: Fault, struck: dict[int, float]) -> float:
-    """When its rank, or whoever waits for it, has ended at the latest."""
+    """Returns the time by which its rank, and every rank that waits for it, must have ended."""
     return struck[fault.rank] + (SLEEP_S if fault.kind == "sleep" else 0) + LIMIT_S
 
 
 def judge(case: Case, struck: dict[int, float], resumed: float, ends: dict[int, Any], stacks: str) -> Verdict:
-    """The verdict on what became of each rank.
+    """Judges the outcomes of all ranks.
 
     Args:
-        struck: when the fault of each rank struck, of those that did.
-        resumed: when stopped ranks went on.
-        ends: by rank, its Report or Failure; nothing for one that has not ended.
-        stacks: of those.
+        struck: by rank, the time at which its fault struck.
+        resumed: the time at which stopped ranks were continued.
+        ends: by rank, its Report or Failure; ranks that did not end are missing.
+        stacks: the stacks of those.
     """
-    bad = {rank: _of_rank(case, rank, ends.get(rank), struck, resumed) for rank in range(case.size)}
+    bad = {rank: _defect_of_rank(case, rank, ends.get(rank), struck, resumed) for rank in range(case.size)}
     words = sorted({word for word in bad.values() if word})
     reports = {rank: end for rank, end in ends.items() if isinstance(end, Report)}
     if any(len({*digests}) > 1 for digests in _by_step([report.digests for report in reports.values()])):
         words.append("wrong numbers")
     if not struck:
-        words.append("no fault")  # so nothing was tested
+        words.append("no fault")  # the case tested nothing
     last = max(struck.values(), default=resumed)
     seconds = max((report.at - last for rank, report in reports.items() if rank not in struck), default=0.0)
     details = [f"rank {rank}: {_describe(ends.get(rank), last)}" for rank in range(case.size)] + stacks.splitlines()
@@ -185,13 +186,15 @@ def judge(case: Case, struck: dict[int, float], resumed: float, ends: dict[int, 
 
 
 def _by_step(digests: Sequence[list[str]]) -> Iterator[list[str]]:
-    """For each step, the digests of those ranks that have one."""
+    """Yields the digests of all ranks that have one, step by step."""
     for step in range(max(map(len, digests), default=0)):
         yield [of_rank[step] for of_rank in digests if step < len(of_rank)]
 
 
-def _of_rank(case: Case, rank: int, end: Report | Failure | None, struck: dict[int, float], resumed: float) -> str:
-    """What is bad about the end of a rank, or "" for nothing."""
+def _defect_of_rank(
+    case: Case, rank: int, end: Report | Failure | None, struck: dict[int, float], resumed: float
+) -> str:
+    """Returns the defect in the end of a rank, "" if there is none."""
     fault = next((fault for fault in case.faults if fault.rank == rank and rank in struck), None)
     if end is None:
         return "hang"
@@ -207,20 +210,20 @@ def _of_rank(case: Case, rank: int, end: Report | Failure | None, struck: dict[i
         return "late"
     if not end.error:
         return "unnoticed" if struck else ""
-    return "" if end.error == "InjectedFault" else _of_name(case, rank, end.named, struck)
+    return "" if end.error == "InjectedFault" else _defect_of_blame(case, rank, end.named, struck)
 
 
-def _of_name(case: Case, rank: int, named: int | None, struck: dict[int, float]) -> str:
-    """What is bad about whom the error of a rank names, or "" for nothing."""
+def _defect_of_blame(case: Case, rank: int, named: int | None, struck: dict[int, float]) -> str:
+    """Returns the defect in the rank that an error names, "" if there is none."""
     if named in struck:
         return ""
     cut = {fault.rank for fault in case.faults if fault.kind == "cut" and fault.rank in struck}
-    # Where no other rank can tell on whose side a link was cut, nobody need be named, or the rank itself may be.
+    # If no other rank can know on which side a link was cut, the error may name no rank, or the rank itself.
     is_alone = bool(cut) and len(struck.keys() | {rank}) == case.size
-    # Nor where no more are left than were cut off: those might be together on the other side.
+    # The same holds if at least half of the ranks were cut off: they might be together on the other side.
     is_half = 2 * len(cut) >= case.size
     if named is None:
-        return "" if is_alone or is_half or rank in struck else "nobody named"
+        return "" if is_alone or is_half or rank in struck else "no rank named"
     return "" if is_alone and named == rank and case.size > 2 else "innocent named"
 
 
@@ -230,13 +233,13 @@ def _describe(end: Report | Failure | None, last: float) -> str:
     if isinstance(end, Failure):
         return end.text or str(end.error)
     if not end.error:
-        return f"ended well, {end.ended - last:.2f} s after the fault"
+        return f"succeeded, {end.ended - last:.2f} s after the fault"
     when = f"after {end.at - last:.2f} s, ended after {end.ended - last:.2f} s"
     return f"{end.error} {when}, names {end.named}: {end.message}"
 
 
 def _table(results: Sequence[tuple[Case, Verdict]]) -> str:
-    """Counts and the longest time by kind of fault and moment."""
+    """Returns a table of counts and the longest time, by kind and moment of the fault."""
     rows: dict[str, list[Verdict]] = defaultdict(list)
     for case, verdict in results:
         for key in (_kind_of(case), "all"):
@@ -276,12 +279,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Runs the command and returns its exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.count < 1:
         parser.error(f"--count is {args.count}; expected 1 or more")
-    # torch's store asks a name server for the name of each peer, which on hosts without one takes seconds; and warns.
+    # torch's store looks up the name of each peer, which takes seconds on hosts without a name server, and warns.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     no_hosts = hosts.why_not()

@@ -1,4 +1,4 @@
-"""The test's end of one rank: the process, its connection, its exit status, its stack dumps."""
+"""The parent's view of one rank: its process, connection, exit status and stack dumps."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class RankProcess:
         self.pid = spawner.read_number(self.exit_pipe.fileno())
 
     def receive(self) -> worker.Outcome | None:
-        """The answer to the last task; None when the rank is dead."""
+        """Returns the answer to the last task, None if the rank is dead."""
         try:
             return worker.Outcome(*self.connection.recv()) if self.connection.poll() else None
         except (EOFError, OSError):
             return None
 
     def wait_exit(self, timeout: float) -> int | None:
-        """Exit status, negative for a signal; None if the rank is still running after `timeout`."""
+        """Waits for the exit status, negative for a signal; None if the rank is still running after `timeout`."""
         if self._code is None and self.exit_pipe.poll(max(0.0, timeout)):
             self._code = spawner.read_number(self.exit_pipe.fileno())
         return self._code
 
     def is_stopped(self) -> bool:
-        """True after SIGSTOP."""
+        """Returns True if the process was stopped by SIGSTOP."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0] == "T"
@@ -65,15 +65,15 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def dump_bytes(self) -> int:
-        """How much the rank has written of its stacks."""
+        """Returns the number of bytes of stacks that the rank has written."""
         return os.fstat(self._dump).st_size
 
     def read_dump(self) -> str:
-        """The stacks, after a fatal signal or worker.STACK_SIGNAL."""
+        """Returns the stacks that the rank wrote after a fatal signal or worker.STACK_SIGNAL."""
         return os.pread(self._dump, self.dump_bytes(), 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Called after the process was told to end or was killed: waits for it, and frees what this end holds."""
+        """Waits for the process, which must be ending or killed, and releases the descriptors of this end."""
         self.connection.close()
         self.wait_exit(EXIT_LIMIT_S)
         self.exit_pipe.close()
@@ -81,19 +81,19 @@ class RankProcess:
 
 
 def prepare() -> None:
-    """Starts the spawner, unless it is running: it imports torch while the caller does other things."""
+    """Starts the spawner, if it is not running, so that it imports torch in the background."""
     _Spawner.shared()
 
 
 def dump_stacks(ranks: list[RankProcess]) -> str:
-    """The stack of every thread of the given ranks."""
+    """Returns the stack of every thread of the given ranks."""
     before = [rank.dump_bytes() for rank in ranks]
     for rank in ranks:
         rank.signal(worker.STACK_SIGNAL)
     deadline = time.monotonic() + _DUMP_LIMIT_S
     sizes = None
     while time.monotonic() < deadline:
-        # Done when every dump has begun and none has grown since the last look.
+        # The dumps are complete when each has begun and none has grown since the last check.
         previous, sizes = sizes, [rank.dump_bytes() for rank in ranks]
         if sizes == previous and all(size > start for size, start in zip(sizes, before, strict=True)):
             break
@@ -124,9 +124,9 @@ class _Spawner:
             "from bagua.testing import spawner, worker\n"
             f"descriptors = spawner.serve({theirs.fileno()}, {preload!r})\n"
             "if descriptors: worker.rank_main(descriptors)\n"
-            "os._exit(0)"  # without tearing down modules, like a rank
+            "os._exit(0)"  # skips tearing down modules, as a rank does
         )
-        # One thread each for the numerical libraries, as torchrun does; they read it when they are loaded.
+        # Numerical libraries get one thread each, as under torchrun; they read the variable when they are loaded.
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
         with theirs:
             self._process = subprocess.Popen(
@@ -134,7 +134,7 @@ class _Spawner:
                 stdin=subprocess.DEVNULL,
                 env=environ,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the test, which then ends the ranks
+                start_new_session=True,  # Ctrl-C reaches the test only, which then ends the ranks
             )
         atexit.register(self.close)
 
@@ -143,11 +143,11 @@ class _Spawner:
         spawner.request(self._server, descriptors)
 
     def is_usable(self) -> bool:
-        """False in a fork of the process that started it, and when it has died."""
+        """Returns False in a fork of the process that started the spawner, and after the spawner has died."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the spawner; the kernel ends its ranks with it."""
+        """Ends the spawner; the kernel then ends its ranks."""
         if self.owner == os.getpid():
             self._server.close()
             try:

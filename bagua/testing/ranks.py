@@ -1,8 +1,8 @@
-"""Ranks as real processes, for tests: `spawn` runs a function once on each, `Pool` many functions on warm ones.
+"""Real processes as ranks, for tests: `spawn` runs one function on new ranks, `Pool` many functions on warm ones.
 
-What a test can rely on: torchrun's environment in every rank, its agent's store included (a TCPStore that
-this process holds on a port the kernel chose); one deadline for the world; no process left behind, however
-the test ends; and the first cause of a failure, raised here with the rank's own traceback.
+A test can rely on torchrun's environment in every rank, including an agent's store (a TCPStore that this process holds
+on a port chosen by the kernel); on one deadline for the world; on no process being left, however the test ends; and on
+the first cause of a failure being raised here with the rank's traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bagua.testing.rank_process import EXIT_LIMIT_S, RankProcess, dump_stacks
 
 T = TypeVar("T")
 
-# How long the others may continue after the first failure, so that they can report what they saw of it.
+# Other ranks may continue this long after the first failure, so that they can report their own errors.
 _GRACE_S = 5.0
 
 
@@ -37,16 +37,16 @@ def spawn(
     nodes: int | Sequence[int] = 1,
     expect_exit: Mapping[int, int] | None = None,
 ) -> list[T | None]:
-    """Runs ``fn(rank, world_size, *args)`` in ``world_size`` new processes; returns the values, by rank.
+    """Runs ``fn(rank, world_size, *args)`` in ``world_size`` new processes; returns the values by rank.
 
     Args:
         fn: any function of an importable module or a test file; closures and lambdas need cloudpickle.
-        timeout: seconds for the whole world, from the moment its processes are there.
-        env: variables on top of this process's and torchrun's; None removes one.
+        timeout: seconds for the whole world, counted from the start of its processes.
+        env: variables in addition to this process's and torchrun's; None removes one.
         nodes: torchrun nodes to imitate on this machine: a number that divides ``world_size``, or the
             number of ranks of each node. Ranks of different nodes do not share memory.
-        expect_exit: ranks that do not return, and how they end: an exit status, ``signal.SIGKILL`` (any signal
-            that kills) or ``signal.SIGSTOP`` (stopped for good). Their value is None.
+        expect_exit: the ranks that do not return, with their end: an exit status, the signal that kills them, such as
+            ``signal.SIGKILL``, or ``signal.SIGSTOP`` if they stay stopped. Their value is None.
 
     Raises:
         The exception of the rank that failed first, with that rank's traceback as its cause.
@@ -64,11 +64,10 @@ def spawn(
 
 
 class Pool:
-    """Ranks that stay alive between functions, with the state that functions leave in their modules.
+    """A set of ranks that stay alive between functions, with the state that functions leave in their modules.
 
-    Every function gets a store of its own and destroys the process groups that it makes. A rank that
-    fails, dies or does not finish takes all of them with it; the next run starts new ones. Not for use from
-    several threads at once.
+    Every function gets a new store and must destroy the process groups that it makes. If a rank fails, dies or does not
+    finish, all are ended, and the next run starts new ones. A pool must not be used by several threads at once.
 
     Example:
         >>> with Pool(2) as pool:
@@ -95,7 +94,7 @@ class Pool:
         args: Sequence[Any] = (),
         expect_exit: Mapping[int, int] | None = None,
     ) -> list[T | None]:
-        """One function on all ranks; arguments, result and errors are those of :func:`spawn`."""
+        """Runs one function on all ranks; arguments, result and errors are those of :func:`spawn`."""
         return self.start(fn, timeout=timeout, env=env, args=args, expect_exit=expect_exit).result()
 
     def start(
@@ -107,7 +106,7 @@ class Pool:
         args: Sequence[Any] = (),
         expect_exit: Mapping[int, int] | None = None,
     ) -> Run:
-        """Like :meth:`run`, but returns at once, for tests that do something to the ranks meanwhile."""
+        """Starts a function as :meth:`run` does, but returns at once, for tests that act on running ranks."""
         from torch.distributed import TCPStore
 
         expect_exit = dict(expect_exit or {})
@@ -138,7 +137,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; empty before the first run and after a failure."""
+        """The process ids by rank; empty before the first run and after a failure."""
         return [rank.pid for rank in self._ranks]
 
     def kill(self) -> None:
@@ -151,15 +150,15 @@ class Pool:
         self._store = None
 
     def close(self) -> None:
-        """Lets the ranks end as a program ends.
+        """Ends the ranks as a program ends.
 
         Raises:
-            RankDied: one crashed on the way out, or was not done after 20 seconds.
+            RankDied: a rank crashed while ending, or had not ended after 20 seconds.
         """
         self.retire(self._ranks)
 
     def retire(self, healthy: Sequence[RankProcess]) -> None:
-        """Lets these ranks end as a program ends, and kills the others."""
+        """Ends these ranks as a program ends, and kills the others."""
         try:
             for rank in healthy:
                 rank.connection.close()
@@ -199,7 +198,7 @@ class Pool:
             ROLE_NAME="default",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self._store.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 need not hold the store: this process does
+            TORCHELASTIC_USE_AGENT_STORE="True",  # this process holds the store, not rank 0
             TORCHELASTIC_RESTART_COUNT="0",
             TORCHELASTIC_MAX_RESTARTS="0",
             TORCHELASTIC_RUN_ID=f"bagua-testing-{os.getpid()}",
@@ -227,17 +226,17 @@ class Run:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """The process ids by rank."""
         return [rank.pid for rank in self._ranks]
 
     def is_stopped(self, rank: int) -> bool:
-        """True after the rank's process got SIGSTOP."""
+        """Returns True if the rank's process was stopped by SIGSTOP."""
         return self._ranks[rank].is_stopped()
 
     def ended(self, seconds: float) -> dict[int, Any]:
-        """By rank, the value or the Failure of each that has ended; waits for all of them, but no longer than that.
+        """Waits for all ranks, at most for `seconds`; returns the value or the Failure of each that has ended, by rank.
 
-        For callers that expect failures, and judge them by themselves.
+        It is for callers that expect failures and judge them themselves.
         """
         until = time.monotonic() + seconds
         while pending := self._running():
@@ -250,7 +249,7 @@ class Run:
         return {**self._values, **{failure.rank: failure for failure in self._failures}}
 
     def stacks(self) -> str:
-        """Of every thread of the ranks that have not ended."""
+        """Returns the stack of every thread of the ranks that have not ended."""
         return dump_stacks(self._running())
 
     def _running(self) -> list[RankProcess]:
@@ -258,7 +257,7 @@ class Run:
         return [rank for rank in self._ranks if rank.rank not in self._values and rank.rank not in failed]
 
     def result(self) -> list[Any]:
-        """Waits for all ranks; the values by rank, or the first failure as described at :func:`spawn`."""
+        """Waits for all ranks; returns the values by rank, or raises the first failure as :func:`spawn` does."""
         try:
             self._collect()
         except BaseException:
@@ -276,7 +275,7 @@ class Run:
         deadline = self._deadline
         while pending and not self._only_stopped_ranks(pending):
             by_object = {o: rank for rank in pending.values() for o in (rank.connection, rank.exit_pipe)}
-            # A rank that is stopped wakes nobody, so poll if one is expected to be; everything else wakes wait().
+            # A rank that is stopped does not wake wait(), so poll if one is expected to stop. Every other end wakes it.
             limit = max(0.0, deadline - time.monotonic())
             ready = wait(list(by_object), min(limit, 0.1) if self._expect_exit else limit)
             for rank in {by_object[o].rank: by_object[o] for o in ready}.values():
@@ -296,7 +295,7 @@ class Run:
                 )
 
     def _take(self, rank: RankProcess) -> None:
-        """Records a rank's answer, or how it died."""
+        """Records a rank's answer, or its death."""
         expected = self._expect_exit.get(rank.rank)
         outcome = rank.receive()
         if outcome is None:
@@ -321,14 +320,14 @@ class Run:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, for tests that need a number before there is a socket."""
+    """Returns a TCP port that was free a moment ago, for tests that need a number before there is a socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _layout(world_size: int, nodes: int | Sequence[int]) -> list[tuple[int, int, int]]:
-    """For every rank: its node, its rank there, the number of ranks there."""
+    """Returns the node, the local rank and the local world size of every rank."""
     if isinstance(nodes, int):
         if nodes < 1 or world_size % nodes:
             raise ValueError(

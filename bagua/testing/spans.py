@@ -1,4 +1,4 @@
-"""Records spans as the engine does, without an engine: for measuring what recording costs."""
+"""Records spans as the engine does, without an engine, to measure the cost of recording."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["record_spans"]
 
 
 def record_spans(count: int) -> None:
-    """Writes ``count`` spans, as an engine does, into a ring of the process's own, which later calls go on with."""
+    """Writes ``count`` spans, as an engine does, into a ring that this process keeps for later calls."""
     _C.record_spans(count)

@@ -1,12 +1,12 @@
-"""The process that forks ranks: it has imported torch and bagua once, so that a new rank costs milliseconds.
+"""The spawner, a process that forks ranks: it imports torch and bagua once, so that a new rank costs milliseconds.
 
 Data path of a test: ranks.py (the test's process) -> this process -> worker.py (a rank). Each test process has one
-spawner, started when first used. It runs no user code and starts no thread, so a fork of it is as good as a
-fresh process that has just finished its imports.
+spawner, started when first used. It runs no user code and starts no thread, so a fork of it behaves like a new process
+that has just finished its imports.
 
-Protocol, on a Unix socket of packets: the request is one byte with five descriptors (the rank's connection,
-its exit pipe, stdout, stderr, a file for stack dumps). The rank's pid is written to the exit pipe at once, its
-wait status when it has ended. When the socket closes the spawner ends, and the kernel ends its ranks with it.
+Protocol, on a Unix socket of packets: a request is one byte with five descriptors (the rank's connection, its exit
+pipe, stdout, stderr, a file for stack dumps). The spawner writes the rank's pid to the exit pipe at once, and its wait
+status when it has ended. When the socket closes, the spawner ends, and the kernel ends its ranks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class RankDescriptors(NamedTuple):
 
 
 def request(server: socket.socket, descriptors: RankDescriptors) -> None:
-    """Asks the spawner at the other end of `server` for a rank; the caller keeps and closes its own copies."""
+    """Requests a rank from the spawner at the other end of `server`; the caller closes its own copies."""
     socket.send_fds(server, [b"f"], descriptors)
 
 
 def serve(descriptor: int, preload: list[str]) -> RankDescriptors | None:
-    """Serves until the other end closes. Returns twice, like fork: None here, descriptors in each rank."""
+    """Serves requests until the other end closes. Returns like fork: None here, the descriptors in each rank."""
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # torch's finalizers clean up its registries at exit, which a rank does not need: for a short rank they take longer
-    # than all else, because they copy pages that it shares with this process.
+    # torch's finalizers clean up its registries at exit, which a rank does not need. In a short rank they take most of
+    # the time, because they copy pages shared with this process.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    gc.freeze()  # otherwise a collection in a rank would touch, and so copy, all pages that it shares with this process
+    gc.freeze()  # otherwise a collection in a rank would touch, and so copy, all pages shared with this process
 
     server = socket.socket(fileno=descriptor)
     wake_read, wake_write = socket.socketpair()
@@ -83,7 +83,7 @@ def serve(descriptor: int, preload: list[str]) -> RankDescriptors | None:
             for unused in set(received) - {received.exit_pipe}:
                 os.close(unused)
 
-    # A new rank: none of the spawner's descriptors may stay open in it, or others would miss their end of file.
+    # This is a new rank. It must close all of the spawner's descriptors, or other ranks would miss their end of file.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for held in (server, wake_read, wake_write):
@@ -123,7 +123,7 @@ def _reap(exit_pipes: dict[int, int]) -> None:
 
 
 def read_number(pipe: int) -> int:
-    """The next number of an exit pipe: the pid, then the exit code (negative for a signal)."""
+    """Reads the next number from an exit pipe: the pid, then the exit code (negative for a signal)."""
     data = os.read(pipe, struct.calcsize(_NUMBER))
     if not data:
         raise RuntimeError("the process that starts the ranks has ended; its output shows why")

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process, over the local transport: for the many tests that need no processes.
+"""Threads of one process as ranks, over the local transport, for the many tests that need no processes.
 
-The core under them is the real one (engine, collectives, codecs); only the transport differs. No process is started
-and torch is not imported again, so a world of four costs about a millisecond.
+The core is the real one (engine, collectives, codecs); only the transport differs. No process is started and torch is
+not imported again, so a world of four costs about a millisecond.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPIN_US = 20.0
 
 
 class _LocalNetwork:
-    """Connects the threads of one world: the first rank that opens a core makes it for all of them."""
+    """Connects the threads of one world: the first rank that opens a core creates it for all."""
 
     def __init__(self, nodes: Sequence[int] | None) -> None:
         self._nodes = nodes
@@ -37,7 +37,7 @@ class _LocalNetwork:
             return self._cores[key][ranks.index(rank)]
 
     def report(self, cores: list[_C.Group]) -> None:
-        """All ranks hear of a failure through the core, since they are always connected."""
+        """Does nothing: the core reports failures to all ranks, which are always connected."""
 
     def close_core(self, core: _C.Group) -> None:
         core.close()
@@ -56,16 +56,16 @@ def world(
     timeout: timedelta | float = timedelta(seconds=20),
     nodes: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run ``fn(group, *args)`` on `size` threads, each with its own rank of one ProcessGroup.
+    """Runs ``fn(group, *args)`` on `size` threads, each with its own rank of one ProcessGroup.
 
     Args:
         size: number of ranks.
-        fn: called with the rank's ProcessGroup; must not use the process-wide state of bagua.distributed.world.
+        fn: the function of a rank, given its ProcessGroup; must not use the state of bagua.distributed.world.
         timeout: deadline of each operation.
         nodes: the node of each rank, for hierarchical operations; by default all are on one.
 
     Returns:
-        What the ranks returned, by rank.
+        The values that the ranks returned, by rank.
 
     Raises:
         BaseException: the first exception that a rank raised; the other ranks are aborted.

@@ -1,7 +1,7 @@
-"""What runs inside a rank that a Pool started: takes tasks from its connection until that closes.
+"""The code inside a rank that a Pool started: it runs tasks from its connection until that closes.
 
-A task is a dict of environment, working directory, import path and a pickled call; the answer is an Outcome.
-Nothing here decides about failures: ranks.py does.
+A task is a dict of environment, working directory, import path and a pickled call; the answer is an Outcome. ranks.py
+decides about failures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_REPR = 300
 
 
 class Outcome(NamedTuple):
-    """What became of a task; `at` is the monotonic clock, which all processes of a host share."""
+    """The outcome of a task; `at` is on the monotonic clock, which all processes of a host share."""
 
     at: float
     value: bytes | None = None  # pickled return value
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 def rank_main(descriptors: RankDescriptors) -> NoReturn:
-    """Runs in the forked process until the parent closes the connection, then ends it."""
+    """Runs tasks in the forked process until the parent closes the connection, then exits."""
     _die_with_parent()
     os.dup2(descriptors.stdout, 1)
     os.dup2(descriptors.stderr, 2)
@@ -63,8 +63,8 @@ def rank_main(descriptors: RankDescriptors) -> NoReturn:
         except EOFError:
             _exit()
         if not keep:
-            # Forked siblings have the same memory map. Shift ours, so that an address that leaks from one rank
-            # to another does not happen to be valid there, as it would not be on two machines.
+            # Forked siblings have the same memory map. This shifts ours, so that an address that leaks from one rank to
+            # another is not valid there by chance, as it would not be on two machines.
             keep.append(mmap.mmap(-1, _SHIFT_BYTES * (1 + int(task["environ"]["RANK"])), prot=mmap.PROT_READ))
         outcome = _run(task)
         for stream in (sys.stdout, sys.stderr):
@@ -73,8 +73,8 @@ def rank_main(descriptors: RankDescriptors) -> NoReturn:
 
 
 def _exit() -> NoReturn:
-    """Exits like a program, but without tearing down modules, which takes half a second with torch in memory."""
-    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are no daemons
+    """Exits like a program, but does not tear down modules, which takes half a second with torch in memory."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -104,7 +104,7 @@ def _run(task: dict[str, Any]) -> Outcome:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickles what crosses between test and rank; closures and lambdas too where cloudpickle is installed."""
+    """Pickles a value for a rank or the test; closures and lambdas too if cloudpickle is installed."""
     try:
         import cloudpickle
     except ImportError:
@@ -113,7 +113,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _make_importable(module: str, file: str | None) -> None:
-    """A test file is often not importable as a module: load it from its path, under the name in its functions."""
+    """Loads a test file that is not importable as a module from its path, under the name that its functions have."""
     if module in sys.modules or file is None:
         return
     with contextlib.suppress(ImportError, ValueError):
@@ -129,15 +129,15 @@ def _make_importable(module: str, file: str | None) -> None:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        data = pickle.dumps(error)  # by reference, so that the parent catches the class it knows
-        pickle.loads(data)  # many exceptions can be pickled but not made again
+        data = pickle.dumps(error)  # not cloudpickle, so that the parent gets the class that it can import
+        pickle.loads(data)  # many exceptions can be pickled but not unpickled
     except Exception:
         return None
     return data
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback without this file's frames, and the local variables of the frame that raised."""
+    """Returns the traceback without this file's frames, and the local variables of the frame that raised."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
         trace = trace.tb_next

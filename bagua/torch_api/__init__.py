@@ -1,11 +1,11 @@
-"""Thin aliases for code written for the original Bagua project: the same names and arguments, on this bagua.
+"""The names and arguments of the original Bagua project, as thin aliases, for code that was written for it.
 
 >>> import bagua.torch_api as bagua
 >>> bagua.get_world_size()
 1
 
-Importing it adds ``with_bagua`` to torch.nn.Module, which importing bagua does not. docs/torch_api.md lists what is
-here, what differs from the original, and how to move on.
+Importing it adds ``with_bagua`` to torch.nn.Module, which importing bagua does not. docs/torch_api.md lists the names,
+the differences from the original, and the way to bagua's own interface.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The collectives by the original project's names and arguments; the functions that make groups are exported here too.
+"""The collectives with the original project's names and arguments, and the functions that make groups.
 
-Data path: the caller -> **here** -> bagua.ProcessGroup. Arguments are translated, nothing else: what is sent is what
-bagua's own collectives send. Ranks in arguments count within ``comm``. All calls return when this rank's part is done,
-on devices too: the program, and all its streams, find the result.
+Data path: the caller -> **here** -> bagua.ProcessGroup. Only arguments are translated; messages are those of bagua's
+own collectives. Ranks in arguments count within ``comm``. Every call returns when this rank's part is complete, on
+devices too: all streams of the program may use the result.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ __all__ = [
     "comm",
 ]
 
-_get_default_group = get_default_group  # the original's examples call it
+_get_default_group = get_default_group  # used by the original's examples
 
 
 class ReduceOp(enum.IntEnum):
-    """How values are combined, with the original project's numbers."""
+    """The reduction operators, with the original project's numbers."""
 
     SUM = 0
     PRODUCT = 1
@@ -85,25 +85,25 @@ def send(tensor: torch.Tensor, dst: int, comm: object | None = None) -> None:
 
 
 def recv(tensor: torch.Tensor, src: int, comm: object | None = None) -> None:
-    """tensor <- what rank ``src`` sends."""
+    """Receives a tensor from rank ``src`` into ``tensor``."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.recv(tensor, src))
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: object | None = None) -> None:
-    """tensor <- tensor of rank ``src``."""
+    """Copies the tensor of rank ``src`` to all ranks."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.broadcast(tensor, src, blocking=True))
 
 
 def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int = 0, comm: object | None = None) -> None:
-    """broadcast of each of them."""
+    """Broadcasts each of the tensors."""
     for tensor in tensors:
         broadcast(tensor, src, comm)
 
 
 def broadcast_object(obj: object, src: int = 0, comm: object | None = None) -> object:
-    """The picklable object of rank ``src``. Unpickles: use it only among ranks that trust each other."""
+    """Returns the object of rank ``src``, pickled and unpickled; use it only among ranks that trust each other."""
     group = communicating_group(comm)
     return obj if group is None else group.broadcast_object(obj, src)
 
@@ -115,7 +115,7 @@ def reduce(
     op: ReduceOp = ReduceOp.SUM,
     comm: object | None = None,
 ) -> None:
-    """recv_tensor of rank ``dst`` <- op over ranks of send_tensor; on the other ranks it stays as it is.
+    """Reduces send_tensor over ranks into recv_tensor of rank ``dst``; other ranks' recv_tensor is not changed.
 
     Raises:
         InvalidArgument: the two differ in type or number of elements, or overlap.
@@ -130,16 +130,16 @@ def reduce(
 
 
 def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
-    """tensor of rank ``dst`` <- op over ranks of tensor; the other ranks' stay as they are."""
+    """Reduces the tensor over ranks, in place on rank ``dst``; other ranks' tensors are not changed."""
     if (group := communicating_group(comm)) is not None:
-        data = tensor if group.rank == dst else tensor.clone()  # which reduce may use as scratch
+        data = tensor if group.rank == dst else tensor.clone()  # reduce may use it as scratch memory
         _finish(group.reduce(data, dst, _native(op), blocking=True))
 
 
 def allreduce(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None
 ) -> None:
-    """recv_tensor <- op over ranks of send_tensor; they may be one tensor.
+    """Reduces send_tensor over ranks into every rank's recv_tensor; they may be one tensor.
 
     Raises:
         InvalidArgument: the two differ in type or number of elements, or overlap.
@@ -150,7 +150,7 @@ def allreduce(
 
 
 def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
-    """tensor <- op over ranks of tensor."""
+    """Reduces the tensor over ranks, in place on all of them."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.all_reduce(tensor, _native(op), blocking=True))
 
@@ -158,58 +158,58 @@ def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: o
 def allreduce_coalesced_inplace(
     tensors: Iterable[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: object | None = None
 ) -> None:
-    """allreduce_inplace of each of them."""
+    """Calls allreduce_inplace on each of the tensors."""
     for tensor in tensors:
         allreduce_inplace(tensor, op, comm)
 
 
 def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object | None = None) -> None:
-    """recv_tensor <- the ranks' send_tensors, one after the other; it has nranks times their elements."""
+    """Concatenates the ranks' send_tensors into recv_tensor, which has nranks times their elements."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.all_gather(recv_tensor, send_tensor, blocking=True))
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
-    """The same; tensor is nranks blocks, of which each rank contributes the one at its rank."""
+    """Gathers within one tensor of nranks blocks, to which each rank contributes the block at its rank."""
     if (group := communicating_group(comm)) is not None:
         blocks = _blocks(tensor, group)
         _finish(group.all_gather(blocks, blocks[group.rank].clone(), blocking=True))
 
 
 def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: object | None = None) -> None:
-    """recv_tensor of rank ``dst`` <- the ranks' send_tensors, one after the other."""
+    """Concatenates the ranks' send_tensors into recv_tensor of rank ``dst``."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.gather(recv_tensor if group.rank == dst else None, send_tensor, dst, blocking=True))
 
 
 def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object | None = None) -> None:
-    """The same; tensor has ``count`` elements, on rank ``dst`` nranks times as many, its own in the block of its rank.
+    """Gathers tensors of ``count`` elements; rank ``dst`` has nranks blocks, its input in the block of its rank.
 
     Raises:
-        InvalidArgument: it has not.
+        InvalidArgument: the tensor has another number of elements.
     """
     if (group := communicating_group(comm)) is None:
         return
-    is_root, flat = _of_count(tensor, count, dst, group)
+    is_root, flat = _check_count(tensor, count, dst, group)
     mine = flat[group.rank * count :][:count].clone() if is_root else flat
     _finish(group.gather(flat if is_root else None, mine, dst, blocking=True))
 
 
 def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: object | None = None) -> None:
-    """recv_tensor <- this rank's block of rank ``src``'s send_tensor."""
+    """Sends block r of rank ``src``'s send_tensor to recv_tensor of rank r."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.scatter(recv_tensor, send_tensor if group.rank == src else None, src, blocking=True))
 
 
 def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object | None = None) -> None:
-    """The same; tensor has ``count`` elements, on rank ``src`` nranks times as many, which stay as they are.
+    """Scatters into tensors of ``count`` elements; rank ``src``'s has nranks times as many and is not changed.
 
     Raises:
-        InvalidArgument: it has not.
+        InvalidArgument: the tensor has another number of elements.
     """
     if (group := communicating_group(comm)) is None:
         return
-    is_root, flat = _of_count(tensor, count, src, group)
+    is_root, flat = _check_count(tensor, count, src, group)
     output = torch.empty_like(flat[:count]) if is_root else flat
     _finish(group.scatter(output, flat if is_root else None, src, blocking=True))
 
@@ -217,26 +217,26 @@ def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object | N
 def reduce_scatter(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None
 ) -> None:
-    """recv_tensor <- op over ranks of this rank's block of send_tensor."""
+    """Reduces block r of send_tensor over ranks into recv_tensor of rank r."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.reduce_scatter(recv_tensor, send_tensor, _native(op), blocking=True))
 
 
 def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
-    """The same; the result takes the place of the first of tensor's nranks blocks, the others stay as they are."""
+    """Reduces the tensor's nranks blocks as reduce_scatter, into its first block; the others are not changed."""
     if (group := communicating_group(comm)) is not None:
         blocks = _blocks(tensor, group)
         _finish(group.reduce_scatter(blocks[0], blocks.clone(), _native(op), blocking=True))
 
 
 def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object | None = None) -> None:
-    """Block r of send_tensor goes to rank r; block r of recv_tensor comes from rank r."""
+    """Sends block r of send_tensor to rank r, and receives block r of recv_tensor from it."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.all_to_all(_blocks(recv_tensor, group), _blocks(send_tensor, group), blocking=True))
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
-    """The same, within one tensor."""
+    """Calls alltoall with one tensor for both."""
     if communicating_group(comm) is not None:
         alltoall(tensor.clone(), tensor, comm)
 
@@ -250,7 +250,7 @@ def alltoall_v(
     recv_displs: Sequence[int],
     comm: object | None = None,
 ) -> None:
-    """send_counts[r] elements of send_tensor, from send_displs[r] on, go to rank r; likewise what comes from it.
+    """Sends send_counts[r] elements of send_tensor, from send_displs[r] on, to rank r; receives likewise.
 
     Raises:
         InvalidArgument: a count or displacement is missing or out of range, or two ranks' blocks overlap.
@@ -261,7 +261,7 @@ def alltoall_v(
     targets = _parts(recv_tensor, recv_counts, recv_displs, group, "recv")
     if (pair := first_to_share([(0, target) for target in targets])) is not None:
         raise InvalidArgument(
-            f"what comes from ranks {pair[0]} and {pair[1]} would share memory: recv_counts {list(recv_counts)} and "
+            f"blocks from ranks {pair[0]} and {pair[1]} would share memory: recv_counts {list(recv_counts)} and "
             f"recv_displs {list(recv_displs)} overlap"
         )
     source, received = torch.cat(sources), torch.cat(targets)
@@ -276,13 +276,13 @@ def alltoall_v(
 def alltoall_v_inplace(
     tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: object | None = None
 ) -> None:
-    """The same, within one tensor: what comes from a rank has the count and displacement of what goes to it."""
+    """Calls alltoall_v with one tensor for both, and the same counts and displacements."""
     if communicating_group(comm) is not None:
         alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs, comm)
 
 
 def barrier(comm: object | None = None) -> None:
-    """Ends when every rank has called it."""
+    """Waits until every rank has called it."""
     if (group := communicating_group(comm)) is not None:
         _finish(group.barrier(blocking=True))
 
@@ -290,24 +290,24 @@ def barrier(comm: object | None = None) -> None:
 def _finish(work: Work) -> None:
     work.wait()
     if work.device is not None:
-        wait_for_current_stream(work.device)  # behind the operation
+        wait_for_current_stream(work.device)  # the operation is on it
 
 
 # ---- arguments
 
 
 def _rank_not_in_comm(comm: object | None = None) -> bool:
-    """Whether a collective with this communicator does nothing on this rank."""
+    """Returns True if a collective with this communicator does nothing on this rank."""
     return comm is CommMember.NON_COMM_MEMBER
 
 
 def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
-    """Whether this rank is no member of a group; None stands for all ranks."""
+    """Returns True if this rank is no member of the group; None means all ranks."""
     return group is not None and _rank_not_in_comm(group.get_global_communicator())
 
 
 def _native(op: ReduceOp | int) -> object:
-    """The operator for bagua, which goes by names; a plain number is one of the original's."""
+    """Returns an operator that bagua accepts; a plain number is one of the original's."""
     try:
         return op if hasattr(op, "name") else ReduceOp(op)
     except ValueError:
@@ -344,8 +344,8 @@ def _blocks(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return _flat(tensor).view(group.size, tensor.numel() // group.size)
 
 
-def _of_count(tensor: torch.Tensor, count: int, root: int, group: ProcessGroup) -> tuple[bool, torch.Tensor]:
-    """Whether this rank is the root, and the flat tensor, which has ``count`` elements, on the root for each rank."""
+def _check_count(tensor: torch.Tensor, count: int, root: int, group: ProcessGroup) -> tuple[bool, torch.Tensor]:
+    """Returns True on the root, and the flat tensor; checks that it has ``count`` elements (on the root per rank)."""
     is_root = group.rank == root
     numel = count * group.size if is_root else count
     if tensor.numel() != numel:
@@ -356,7 +356,7 @@ def _of_count(tensor: torch.Tensor, count: int, root: int, group: ProcessGroup) 
 def _parts(
     tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], group: ProcessGroup, name: str
 ) -> list[torch.Tensor]:
-    """Views of the blocks that the counts and displacements describe."""
+    """Returns views of the blocks given by counts and displacements."""
     flat, counts, displs = _flat(tensor), [int(count) for count in counts], [int(displ) for displ in displs]
     ends = [displ + count for displ, count in zip(displs, counts, strict=False)]
     is_inside = min([*counts, *displs], default=0) >= 0 and max(ends, default=0) <= flat.numel()

@@ -1,4 +1,4 @@
-"""Not supported: importing this module, or anything below it, raises an error that says what to use instead."""
+"""An unsupported module: importing it, or a module below it, raises an error that names the replacement."""
 
 from .unsupported import NoSuchModule, advice
 

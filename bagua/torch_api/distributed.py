@@ -1,7 +1,7 @@
-"""``model.with_bagua`` and what else the original project adds to torch.nn.Module; importing this file adds it.
+"""``model.with_bagua`` and the properties that the original project adds to torch.nn.Module; importing this adds them.
 
 Data path: the caller -> **here** -> bagua.with_bagua. Invariant: no other file of the package changes a class of torch;
-this one adds names and replaces none of torch's own.
+this one adds names and replaces none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BaguaModule"]
 
 
 class BaguaModule:
-    """What importing bagua.torch_api adds to every torch.nn.Module."""
+    """The members that importing bagua.torch_api adds to every torch.nn.Module."""
 
     def with_bagua(
         self,
@@ -33,7 +33,7 @@ class BaguaModule:
         """Makes this module train in step with the same module on the other ranks; collective.
 
         Args:
-            optimizers: those that step its parameters.
+            optimizers: the optimizers of its parameters.
             algorithm: an instance of a class of bagua.torch_api.algorithms.
             process_group: the ranks to train with; all by default.
             do_flatten: True; gradients always lie in the buckets.
@@ -58,12 +58,12 @@ class BaguaModule:
         ddp.begin()
         return self
 
-    # Of a module that is not wrapped they are None or empty. An AttributeError would break torch.compile, which reads
-    # every name in dir() of its own modules.
+    # These properties of a module that is not wrapped are None or empty. An AttributeError would break torch.compile,
+    # which reads every name in dir() of its own modules.
 
     @property
     def bagua_module_name(self) -> str | None:
-        """A label for the user; bagua does not use it. with_bagua sets one; until then None, if none was set."""
+        """A label for the user, not used by bagua. with_bagua sets one if there is none; until then None."""
         return vars(self).get("_bagua_module_name")
 
     @bagua_module_name.setter
@@ -72,24 +72,24 @@ class BaguaModule:
 
     @property
     def bagua_ddp(self) -> BaguaDistributedDataParallel | None:
-        """What it was wrapped with, and a count of its steps; None for a module that with_bagua has not wrapped."""
+        """The arguments of with_bagua, and a count of steps; None for a module that is not wrapped."""
         return wrapped(self)
 
     @property
     def bagua_algorithm(self) -> Algorithm | None:
-        """The algorithm that it was wrapped with; None where it was not."""
+        """The algorithm that it was wrapped with; None if it is not wrapped."""
         ddp = wrapped(self)
         return None if ddp is None else ddp.bagua_algorithm
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that it was wrapped with; none where it was not."""
+        """The optimizers that it was wrapped with; empty if it is not wrapped."""
         ddp = wrapped(self)
         return [] if ddp is None else ddp.bagua_optimizers
 
     @property
     def bagua_buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they are sent; none where it was not wrapped."""
+        """The buckets, in the order in which they are sent; empty if it is not wrapped."""
         ddp = wrapped(self)
         return [] if ddp is None else ddp.bagua_buckets
 
@@ -97,7 +97,7 @@ class BaguaModule:
 def _extend_torch() -> None:
     for name, member in vars(BaguaModule).items():
         if "bagua" in name:
-            # torch.jit.script compiles the properties of every class but those that are marked.
+            # torch.jit.script compiles all properties of a class except marked ones.
             setattr(torch.nn.Module, name, torch.jit.unused(member) if isinstance(member, property) else member)
 
 

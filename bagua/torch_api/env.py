@@ -1,7 +1,7 @@
-"""Who this process is, by the original project's names.
+"""Rank, world size and other facts about this process, under the original project's names.
 
-Beside the data path. These work before init_process_group too, because programs choose their device by them first.
-Until then they return what the launcher has set in the environment; without a launcher, this process is the only one.
+They work before init_process_group too, because programs choose their device with them. Until then they return the
+values that the launcher set in the environment; without a launcher, this process is the only one.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ __all__ = [
 
 
 def get_rank() -> int:
-    """This process's rank among all."""
+    """Returns the rank of this process among all."""
     return world.get_rank() if world.is_initialized() else _launched().rank
 
 
 def get_world_size() -> int:
-    """Number of ranks."""
+    """Returns the number of ranks."""
     return world.get_world_size() if world.is_initialized() else _launched().world_size
 
 
 def get_local_rank() -> int:
-    """Position of this rank among those of its node."""
+    """Returns the position of this rank among those of its node."""
     return world.get_local_rank() if world.is_initialized() else _launched().local_rank or 0
 
 
 def get_local_size() -> int:
-    """Number of ranks on this node."""
+    """Returns the number of ranks on this node."""
     return world.get_local_world_size() if world.is_initialized() else _launched().local_world_size
 
 
 def get_node_rank() -> int:
-    """Position of this node among the nodes."""
+    """Returns the position of this node among the nodes."""
     return world.get_node_rank() if world.is_initialized() else _launched().node_rank
 
 
 def get_master_addr() -> str:
-    """The address of rank 0, as the launcher has set it; 127.0.0.1 without a launcher."""
+    """Returns the address of rank 0, as the launcher has set it; 127.0.0.1 without a launcher."""
     return _launched().master_addr
 
 
 def get_default_bucket_size() -> int:
-    """The default cap of a bucket, in bytes."""
+    """Returns the default maximum size of a bucket, in bytes."""
     return DEFAULT_BUCKET_BYTES
 
 
 def find_free_network_port() -> int:
-    """A TCP port of this host that nothing listens on at the moment."""
+    """Returns a TCP port of this host on which no process listens at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))  # on all addresses, so that it is free on each of them
         return probe.getsockname()[1]

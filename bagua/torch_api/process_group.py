@@ -1,7 +1,7 @@
-"""init_process_group, groups and communicators as the original project has them: thin wrappers of bagua.ProcessGroup.
+"""init_process_group, groups and communicators of the original project: thin wrappers of bagua.ProcessGroup.
 
-Beside the data path. A group has up to three communicators, which collectives take as an argument. On a rank that is
-not a member it is ``CommMember.NON_COMM_MEMBER``, with which every collective returns at once and does nothing.
+A group has up to three communicators, which collectives take as an argument. On a rank that is not a member the
+communicator is ``CommMember.NON_COMM_MEMBER``, with which every collective returns at once and does nothing.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ __all__ = [
     "to_bagua_process_group",
 ]
 
-# The original waits as long for the other ranks, and takes no argument for it.
+# The original's timeout, which is not an argument.
 _TIMEOUT = timedelta(minutes=30)
 _TORCH_BACKEND = "bagua" if is_torch_at_least(2, 9) else "gloo"
 
-# How many subgroups of each kind a group has had, for their names: equal on all members, since all of them make each.
+# The number of subgroups of each kind that a group has made, for their names. All members make each, so it is equal.
 _num_parts: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class comm:
-    """Stands for the default group's communicator."""
+    """A namespace for the default group's communicator."""
 
     WORLD = object()
 
 
 class CommMember:
-    """The same, and what stands for the communicator of a group that this rank is not a member of."""
+    """A namespace for the default group's communicator, and for that of a group without this rank."""
 
     WORLD = comm.WORLD
     NON_COMM_MEMBER = object()
@@ -66,20 +66,20 @@ class BaguaCommunicator:
     group: ProcessGroup
 
     def rank(self) -> int:
-        """This process's rank in it."""
+        """Returns the rank of this process in the communicator."""
         return self.group.rank
 
     def nranks(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self.group.size
 
 
 class BaguaProcessGroup:
-    """Some ranks, as new_group, from_torch_group and init_process_group make them.
+    """A group of ranks, made by new_group, from_torch_group or init_process_group.
 
     Attributes:
         group: the bagua.ProcessGroup, for bagua's own functions.
-        stream: None; operations on devices run on streams that bagua keeps to itself.
+        stream: None; operations on devices run on streams of bagua.
     """
 
     stream = None
@@ -89,37 +89,37 @@ class BaguaProcessGroup:
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks of the members, ascending."""
+        """The global ranks of the members, ascending."""
         return self.group.ranks
 
     @property
     def group_name(self) -> str:
-        """Its name, the same on all ranks."""
+        """The name of the group, the same on all ranks."""
         return self.group.name
 
     @property
     def intra_ranks(self) -> list[int]:
-        """Global ranks of the members on this node, ascending; none on a rank that is not a member."""
+        """The global ranks of the members on this node, ascending; empty on a rank that is not a member."""
         return [self.group.ranks[rank] for rank in self._members_of_this_node()]
 
     @property
     def inter_ranks(self) -> list[int]:
-        """Global ranks of each node's leader, the member with the lowest rank."""
+        """The global rank of each node's leader, the member with the lowest rank."""
         return [self.group.ranks[rank] for rank in self.group.nodes.leaders]
 
     def _members_of_this_node(self) -> Sequence[int]:
         return () if self.group.rank < 0 else self.group.nodes.node_of(self.group.rank)
 
     def get_global_communicator(self) -> BaguaCommunicator | object:
-        """All members."""
+        """Returns the communicator of all members."""
         return BaguaCommunicator(self.group) if self.group.rank >= 0 else CommMember.NON_COMM_MEMBER
 
     def get_intra_node_communicator(self) -> BaguaCommunicator | object:
-        """The members on this node. All of them make it before any uses it."""
+        """Returns the communicator of the members on this node. They all call this before any uses it."""
         return self._intra_node
 
     def get_inter_node_communicator(self) -> BaguaCommunicator | object:
-        """Each node's leader, the member with the lowest rank."""
+        """Returns the communicator of the nodes' leaders, the members with the lowest ranks."""
         return self._inter_node
 
     @functools.cached_property
@@ -142,11 +142,11 @@ _default: BaguaProcessGroup | None = None
 
 
 def init_process_group(store: dist.Store | None = None) -> None:
-    """Connects to the other ranks; initialises torch.distributed too if it is not, so that its functions work.
+    """Connects to the other ranks; also initialises torch.distributed if it is not, so that its functions work.
 
     Args:
-        store: for the rendezvous; by default the one that the launcher's environment describes. With a store, too, rank
-            and world size come from the environment.
+        store: the store of the rendezvous; by default the one that the launcher's environment describes. Rank and world
+            size come from the environment in either case.
 
     Raises:
         InvalidArgument, TransportError, DeadlineExceeded: as bagua.init_process_group.
@@ -161,12 +161,12 @@ def init_process_group(store: dist.Store | None = None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether init_process_group has been called."""
+    """Returns True after init_process_group has been called."""
     return world.is_initialized()
 
 
 def get_default_group() -> BaguaProcessGroup:
-    """The group of all ranks.
+    """Returns the group of all ranks.
 
     Raises:
         InvalidArgument: init_process_group has not been called.
@@ -179,11 +179,11 @@ def get_default_group() -> BaguaProcessGroup:
 
 
 def new_group(ranks: list[int] | None = None, stream: object | None = None) -> BaguaProcessGroup:
-    """A group of some ranks. Every rank calls it, in the same order, members or not.
+    """Makes a group of some ranks. Every rank calls it, in the same order, members or not.
 
     Args:
         ranks: global ranks; all by default.
-        stream: None; operations on devices run on streams that bagua keeps to itself.
+        stream: None; operations on devices run on streams of bagua.
 
     Raises:
         InvalidArgument: ranks that do not exist, or a stream.
@@ -193,7 +193,7 @@ def new_group(ranks: list[int] | None = None, stream: object | None = None) -> B
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: object | None = None) -> BaguaProcessGroup:
-    """The group of the same ranks as a torch.distributed group's. Its members call it.
+    """Makes a group of the same ranks as a torch.distributed group. Its members call it.
 
     Raises:
         InvalidArgument: this process is not a member, torch's ranks are not bagua's, or a stream.
@@ -205,13 +205,13 @@ def from_torch_group(group: dist.ProcessGroup, stream: object | None = None) -> 
 def _refuse_stream(stream: object | None) -> None:
     if stream is not None:
         raise InvalidArgument(
-            f"stream is {stream!r}, but operations run on a stream of bagua's own, behind what the current stream has "
-            "when they are called; leave it out"
+            f"stream is {stream!r}, but operations run on a stream of bagua, after the work that the current stream "
+            "has when they are called; leave it out"
         )
 
 
 def communicating_group(comm: object) -> ProcessGroup | None:
-    """The group of a collective's argument ``comm``; None where this rank takes no part.
+    """Returns the group of a collective's argument ``comm``; None if this rank takes no part.
 
     Raises:
         InvalidArgument: it is not a communicator, or bagua is not initialised.
@@ -231,7 +231,7 @@ def communicating_group(comm: object) -> ProcessGroup | None:
 def to_bagua_process_group(
     process_group: BaguaProcessGroup | ProcessGroup | dist.ProcessGroup | None = None,
 ) -> BaguaProcessGroup:
-    """The group that an argument ``process_group`` means; None means all ranks.
+    """Returns the group of an argument ``process_group``; None means all ranks.
 
     Raises:
         InvalidArgument: it is not a group, or not one that this process is in.

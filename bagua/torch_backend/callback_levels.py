@@ -1,16 +1,16 @@
 """Callback levels: collectives that callbacks of futures start run on groups other than the program's.
 
 All ranks must start the operations of a group in the same order. The program does so, and callbacks of a group's
-futures run in the order in which its operations end, which is the same; but program and callbacks interleave
-differently on each rank. So what such a callback starts runs on a group of its own, one level below.
+futures run in the order in which its operations end, which is the same on all ranks; but program and callbacks
+interleave differently on each rank. So operations that such a callback starts run on a separate group, one level below.
 
-Futures that torch makes of ours (torch.futures.collect_all) call back on the thread of whichever group ends last, on
-one that waits for its Work, or at once on the one that adds the callback. A rank cannot know which of these happens on
-another rank, so what is started there takes its place in the order of whoever asked for the futures: the program, or a
-callback. As on other backends, the caller must not start operations of the same group meanwhile.
+Futures that torch makes from ours (torch.futures.collect_all) run their callbacks on the thread of the group that ends
+last, on a thread that waits for its Work, or at once on the thread that adds the callback. A rank cannot know which of
+these happens on another rank, so operations started there belong to the order of the code that created the futures: the
+program, or a callback. As with other backends, the caller must not start operations of the same group meanwhile.
 
-A callback may start operations and wait for them, or for their futures: these are completed by a thread on which no
-enclosing callback runs. Futures of other operations it completes itself (futures.py).
+A callback may start operations and wait for them, or for their futures: a thread on which no enclosing callback runs
+completes these. The callback itself completes futures of other operations that it waits for (futures.py).
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ __all__ = ["Level", "Levels", "Order", "current_order", "in_order", "runs_callba
 
 logger = logging.getLogger("bagua")
 
-# Identifies a sequence of operations: the names of the groups whose callbacks start them, outermost first; none for the
-# program. It is the same on all ranks.
+# Identifies a sequence of operations by the names of the groups whose callbacks start them, outermost first; empty for
+# the program. It is the same on all ranks.
 Order = tuple[str, ...]
 
 
 class _Context(NamedTuple):
     order: Order
-    depth: int  # how many callback threads there are between the program and this one; may differ between ranks
+    depth: int  # number of callback threads between the program and this one; may differ between ranks
 
 
 _PROGRAM = _Context((), 0)
-# Of the threads that run callbacks, by thread identity; each access is atomic. A program without callbacks finds it
-# empty, which is faster than a threading.local.
+# The contexts of the threads that run callbacks, by thread identity; each access is atomic. Without callbacks it is
+# empty, which is faster to check than a threading.local.
 _contexts: dict[int, _Context] = {}
 
 
 def current_order() -> Order:
-    """The order in which operations of the calling thread are started."""
+    """Returns the order to which operations of the calling thread belong."""
     return _contexts.get(threading.get_ident(), _PROGRAM).order
 
 
 def runs_callbacks() -> bool:
-    """Whether the calling thread is in the middle of a callback."""
+    """Returns True if the calling thread is running a callback."""
     return threading.get_ident() in _contexts
 
 
 @contextlib.contextmanager
 def in_order(order: Order) -> Iterator[None]:
-    """Within it, the calling thread starts operations in another order."""
+    """Makes operations that the calling thread starts in the block belong to another order."""
     thread = threading.get_ident()
     before = _contexts.get(thread)
     _contexts[thread] = _Context(order, 0 if before is None else before.depth)
@@ -77,12 +77,12 @@ def in_order(order: Order) -> Iterator[None]:
 
 
 class Level:
-    """A group of bagua, and the thread of its futures' callbacks.
+    """A group of bagua, with the thread that runs its futures' callbacks.
 
     Attributes:
-        group: runs the operations.
-        order: in which these callbacks start operations.
-        thread: runs the callbacks.
+        group: the group that runs the operations.
+        order: the order of operations that these callbacks start.
+        thread: the thread that runs the callbacks.
     """
 
     def __init__(self, group: ProcessGroup, context: _Context):
@@ -97,13 +97,13 @@ class Level:
                 del _contexts[threading.get_ident()]  # a later thread may get the same identity
 
         self.group, self.order = group, order
-        self._streams: dict[torch.device, torch.Stream] = {}  # of the thread
+        self._streams: dict[torch.device, torch.Stream] = {}  # the callback thread's
         self.thread = CallbackThread(f"bagua-callbacks-{depth}-{group.name}", as_callback)
 
     def enter_device(self, device: torch.device) -> None:
-        """On the thread of callbacks: have it use the device, and there a stream of its own.
+        """Makes the callback thread use the device, with a stream that only this thread uses.
 
-        What callbacks enqueue then waits for nothing but what they wait for. On other threads it does nothing.
+        Work that callbacks enqueue then waits only for what the callbacks wait for. On other threads this does nothing.
         """
         if not self.thread.is_current():
             return
@@ -113,7 +113,7 @@ class Level:
 
 
 class Levels:
-    """The levels of one group. All but the program's are made when a callback starts an operation."""
+    """The levels of one group. All but the program's are created when a callback starts an operation."""
 
     def __init__(self, group: ProcessGroup):
         self.program = Level(group, _PROGRAM)
@@ -122,7 +122,7 @@ class Levels:
         self._opening = threading.Lock()  # guards writes to the two above
 
     def current(self) -> Level:
-        """The level of the calling thread."""
+        """Returns the level of the calling thread."""
         if not _contexts:
             return self.program
         context = _contexts.get(threading.get_ident(), _PROGRAM)
@@ -140,19 +140,19 @@ class Levels:
             return self._by_context[context]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of operations that are started from now on."""
+        """Sets the timeout of operations that are started from now on."""
         for group in list(self._groups.values()):
             group.set_timeout(timeout)
 
     def end_operations(self) -> None:
-        """End the groups, whose pending operations fail. Idempotent."""
+        """Ends the groups, whose pending operations fail. Idempotent."""
         self.program.group.close()
 
     def close(self, deadline: float | None = None) -> None:
-        """End the groups and then the threads, which run the callbacks of what was pending. Idempotent.
+        """Ends the groups and then the threads, which first run the callbacks of pending operations. Idempotent.
 
-        A callback that still runs at the deadline, by default the group's timeout, is logged and not waited for: an
-        error would make torch believe that the group is still open.
+        A callback that still runs at the deadline, by default the group's timeout, is logged and not waited for: after
+        an error torch would treat the group as open.
         """
         self.end_operations()
         if deadline is None:

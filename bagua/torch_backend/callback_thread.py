@@ -1,8 +1,8 @@
 """A thread that runs callbacks of operations, in the order in which the operations ended.
 
-Beside the data path: Work -> **here**. The thread that ends an operation only puts a number into a queue of the core
-(csrc/engine/completion_queue.h), so that it waits neither for Python nor for a callback; a callback here may start
-operations and wait for them. The thread is started by its first step and joined by close().
+The thread that ends an operation only puts a number into a queue of the core (csrc/engine/completion_queue.h), so it
+waits neither for Python nor for a callback. A callback here may start operations and wait for them. The thread is
+started by its first step and joined by close().
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger("bagua")
 
 
 class CallbackThread:
-    """Runs steps one after the other.
+    """A thread that runs steps one after the other.
 
     Args:
-        name: of the thread.
-        around: makes the context manager in which the thread runs.
+        name: the thread's name.
+        around: returns the context manager in which the thread runs.
     """
 
     def __init__(self, name: str, around: Callable[[], contextlib.AbstractContextManager]):
@@ -44,26 +44,26 @@ class CallbackThread:
         self._is_closed = False
 
     def after(self, work: Work, step: Callable[[], None]) -> None:
-        """Run `step` when the operation has ended, well or not."""
+        """Runs `step` when the operation has ended, successfully or not."""
         self._submit(step, lambda token: self._queue.push_when_done(work.core, token))
 
     def after_enqueued(self, work: Work, step: Callable[[], None]) -> None:
-        """Run `step` as soon as a stream of the operation's device can wait for its end; of the CPU, as `after`."""
+        """Runs `step` as soon as a stream of the operation's device can wait for its end; on the CPU, like `after`."""
         self._submit(step, lambda token: self._queue.push_when_enqueued(work.core, token))
 
     def soon(self, step: Callable[[], None]) -> None:
-        """Run `step` after those of operations that have ended already; at once if called on this thread itself."""
+        """Runs `step` after the steps of operations that have already ended; at once if called on this thread."""
         if self.is_current():
             step()
         else:
             self._submit(step, self._queue.push)
 
     def is_current(self) -> bool:
-        """Whether the caller is this thread."""
+        """Returns True if the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def close(self, timeout_s: float) -> None:
-        """Run the remaining steps and end the thread; the operations must have ended. Idempotent.
+        """Runs the remaining steps and ends the thread; the operations must have ended. Idempotent.
 
         If a step calls it, the thread ends when that step returns. Does nothing in a forked child.
 
@@ -85,11 +85,11 @@ class CallbackThread:
                 )
 
     def _submit(self, step: Callable[[], None], enter: Callable[[int], object]) -> None:
-        """Have the thread run `step` when the token passed to `enter` comes back; after close(), run it here."""
-        with self._lock:  # all of it, so that close() comes before or after
+        """Has the thread run `step` when the token passed to `enter` is returned; after close(), runs it here."""
+        with self._lock:  # held throughout, so that close() runs before or after
             if not self._is_closed:
                 if self._thread is None:
-                    # A daemon: a program that exits without closing its groups must reach the code that closes them.
+                    # A daemon thread: a program that exits with open groups must reach the code that closes them.
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     start_thread(thread)
                     self._thread = thread

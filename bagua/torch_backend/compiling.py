@@ -1,6 +1,7 @@
-"""Keeps torch.compile from tracing our methods, which C++ calls in the middle of compiled code.
+"""Prevents torch.compile from tracing our methods, which C++ calls inside compiled code.
 
-The methods' code objects are marked, rather than the methods wrapped, so a program that compiles nothing pays nothing.
+The methods' code objects are marked, and the methods are not wrapped, so it costs nothing in a program without
+torch.compile.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ __all__ = ["leave_to_python"]
 
 
 def leave_to_python(cls: type) -> type:
-    """Have torch.compile run the methods of a class, and all that they call, as plain Python."""
-    if not hasattr(eval_frame, "_FrameExecStrategy"):  # a torch that the backend refuses
+    """Makes torch.compile run the methods of a class, and everything they call, as plain Python."""
+    if not hasattr(eval_frame, "_FrameExecStrategy"):  # a torch version that the backend refuses
         return cls
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for function in vars(cls).values():

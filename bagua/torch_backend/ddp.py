@@ -1,11 +1,11 @@
-"""Two methods of torch's DDP, wrapped in the whole process for what DDP expects of backends that are written in C++.
+"""Wraps two methods of torch's DDP, in the whole process, that work only with backends written in C++.
 
-DDP.join gives the reducer a Work that Python then drops. The reducer has its C++ half only, which waits through the
-Python one, and without it forever; so the reducer keeps both. (_register_work, which also gives a Work to torch's C++,
-does that by itself.)
+DDP.join passes a Work to the reducer, and Python then drops it. The reducer holds only the C++ half, whose wait needs
+the Python half and would never return without it; so the reducer is made to keep both. (_register_work, which also
+passes a Work to torch's C++, does so already.)
 
-The C++ of the built-in hook for float16 takes only a future of a C++ list, which a future made by Python cannot hold.
-The hook of that name in default_hooks does the same in Python.
+The C++ code of the built-in float16 hook accepts only a future of a C++ list, which a future made by Python cannot
+hold. The hook of that name in default_hooks does the same in Python.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .work import TorchWork
 
 __all__ = ["adapt_ddp"]
 
-# The last Work that each reducer was given: it uses that until the backward, and drops it when it is given another.
+# The last Work passed to each reducer, which uses it until the backward and drops it when it gets another.
 _works: weakref.WeakKeyDictionary[dist.Reducer, TorchWork] = weakref.WeakKeyDictionary()
 
 
 def adapt_ddp() -> None:
-    """From now on DDP.join and built-in hooks work with groups of bagua; other groups see no difference. Idempotent."""
+    """Makes DDP.join and built-in hooks work with groups of bagua; nothing changes for other groups. Idempotent."""
     if not hasattr(dist.Reducer._set_forward_pass_work_handle, "is_adapted"):
         dist.Reducer._set_forward_pass_work_handle = _keeping(dist.Reducer._set_forward_pass_work_handle)
         DistributedDataParallel._register_builtin_comm_hook = _in_python(
@@ -41,7 +41,7 @@ def _keeping(hand_over):
     def adapted(self: dist.Reducer, work: dist.Work, *arguments: bool) -> None:
         hand_over(self, work, *arguments)
         if isinstance(work, TorchWork):
-            _works[self] = work  # only now, when the reducer has dropped the one before
+            _works[self] = work  # only now, because the reducer has dropped the previous one
 
     adapted.is_adapted = True
     return adapted

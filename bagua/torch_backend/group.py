@@ -1,8 +1,8 @@
 """TorchProcessGroup: a group of torch.distributed whose collectives are those of a bagua ProcessGroup.
 
-The method names are those that torch calls: its Python API on the object itself, its C++ (DDP's reducer, functional
-collectives) through the trampolines of torch's PyProcessGroup. Newer torch has second names for some of them; both are
-here. Ranks are ranks of the group. An operation that torch will wait for at once runs on the calling thread.
+torch calls the methods by these names: its Python API on the object itself, its C++ (DDP's reducer, functional
+collectives) through the trampolines of torch's PyProcessGroup. Newer torch has second names for some; both are here.
+Ranks are ranks of the group. An operation that torch waits for at once runs on the calling thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
 
-# What a call without options means to torch; never changed.
+# torch's defaults of the options; never changed.
 _ALLREDUCE = c10d.AllreduceOptions()
 _ALLREDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
 _REDUCE = c10d.ReduceOptions()
@@ -46,11 +46,11 @@ _BARRIER = c10d.BarrierOptions()
 
 
 def _is_blocking(opts) -> bool:
-    """Whether torch waits for the operation as soon as it has been started."""
+    """Returns True if torch waits for the operation as soon as it has been started."""
     if opts.timeout.total_seconds() >= 0:
         raise InvalidArgument(
-            f"a timeout of {opts.timeout} for one operation is not possible with the backend 'bagua'; give the group "
-            "its timeout when it is made, or wait with one"
+            f"a timeout of {opts.timeout} for one operation is not possible with the backend 'bagua'; pass the timeout "
+            "when the group is made, or to wait()"
         )
     return not opts.asyncOp
 
@@ -59,8 +59,8 @@ def _operation(event: str, inputs: int | None = None) -> Callable[[Callable[...,
     """Decorates a method that starts an operation: gives its work a level, and an event in torch's profiler.
 
     Args:
-        event: its name in torch's profiler, after "bagua:".
-        inputs: position of the argument with the input tensors.
+        event: the event's name in torch's profiler, after "bagua:".
+        inputs: the position of the argument with the input tensors.
     """
 
     def decorate(start: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
@@ -97,13 +97,13 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 @leave_to_python
 class TorchProcessGroup(dist.ProcessGroup):
-    """A group of torch.distributed with the backend "bagua"; made by init_process_group and new_group, not by hand.
+    """A group of torch.distributed with the backend "bagua", made by its init_process_group and new_group.
 
     Args:
         group: the group of bagua that does the work.
         store: torch's store of this group.
         name: torch's name of this group.
-        on_close: called once with this object when it was shut down.
+        on_close: called once with this object after shutdown.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     @property
     def group(self) -> ProcessGroup:
-        """The group of bagua that runs collectives, for calls that torch.distributed does not have (a codec).
+        """The group of bagua that runs collectives, for features that torch.distributed does not have (codecs).
 
         In a callback of a future it is the group of the callbacks' level (callback_levels.py).
         """
@@ -146,11 +146,11 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # With the CPU among them, torch sends objects as tensors of the CPU.
+        # Because the CPU is included, torch sends objects as CPU tensors.
         return [torch.device(name) for name in supported_types()]
 
     def _get_backend(self, device: torch.device) -> object:
-        """The backend whose abilities torch queries: the group itself; there is none for devices of other types."""
+        """Returns the backend whose abilities torch queries: the group itself, none for unsupported devices."""
         return self if torch.device(device).type in supported_types() else super()._get_backend(device)
 
     get_backend = _get_backend
@@ -160,11 +160,11 @@ class TorchProcessGroup(dist.ProcessGroup):
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of operations that are started from now on."""
+        """Sets the timeout of operations that are started from now on."""
         self.levels.set_timeout(timeout)
 
     def shutdown(self, deadline: float | None = None) -> None:
-        """End the group; pending operations fail with Aborted. Callbacks have until `deadline`. Idempotent."""
+        """Ends the group; pending operations fail with Aborted. Callbacks may run until `deadline`. Idempotent."""
         on_close, self._on_close = self._on_close, None
         self.levels.close(deadline)
         if on_close is not None:
@@ -189,7 +189,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _all_reduce(self, tensor: torch.Tensor, op, blocking: bool) -> Work:
         group = self.group
-        op, finish = _as_by_nccl(op, tensor, group)
+        op, finish = _nccl_reduction(op, tensor, group)
         work = group.all_reduce(as_real(tensor, op), op, blocking=blocking)
         if finish is not None:
             work.finish_with(finish)
@@ -198,7 +198,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     @_operation("reduce", 0)
     def reduce(self, tensors: list[torch.Tensor], opts: c10d.ReduceOptions = _REDUCE) -> TorchWork:
         tensor = only_element(tensors, "tensors")
-        op, finish = _as_by_nccl(opts.reduceOp.op, tensor, self.group)
+        op, finish = _nccl_reduction(opts.reduceOp.op, tensor, self.group)
         work = self.group.reduce(as_real(tensor, op), opts.rootRank, op, blocking=_is_blocking(opts))
         if finish is not None and self.group.rank == opts.rootRank:
             work.finish_with(finish)
@@ -236,7 +236,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         check_disjoint([[output] for output in outputs], inputs)
         works = []
         for output, input in zip(outputs, inputs, strict=True):
-            reduced_by, finish = _as_by_nccl(op, output, self.group)
+            reduced_by, finish = _nccl_reduction(op, output, self.group)
             parts = as_real(output, op), as_real(input, op)
             works.append(self.group.reduce_scatter(*parts, reduced_by, blocking=blocking))
             if finish is not None:
@@ -262,12 +262,12 @@ class TorchProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
     ) -> TorchWork:
-        """outputs[r][i] <- inputs[i] of rank r."""
+        """Gathers inputs[i] of rank r into outputs[r][i]."""
         self._check_count(outputs, "output_tensor_lists")
         return self._allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def _allgather(self, outputs, inputs, opts) -> TorchWork:
-        """outputs[i][r] <- inputs[i] of rank r."""
+        """Gathers inputs[i] of rank r into outputs[i][r]."""
         blocking = _is_blocking(opts)
         for parts, tensor in zip(outputs, inputs, strict=True):
             self._check_parts(parts, tensor, "tensor_list", "tensor")
@@ -382,7 +382,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    # ---- between two ranks; those of callbacks run on the program's group, too, and are matched by their order
+    # ---- between two ranks; callbacks use the program's group here too, and messages are matched by their order
 
     @_operation("send", 0)
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> TorchWork:
@@ -395,11 +395,11 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([self.levels.program.group.recv(as_wire_dtype(tensor), src, tag=tag)], [tensor], source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
-        raise InvalidArgument("the backend 'bagua' cannot receive from any rank that sends; name the sender with src=")
+        raise InvalidArgument("the backend 'bagua' cannot receive from an unknown sender; name the sender with src=")
 
     @_operation("barrier")
     def barrier(self, opts: c10d.BarrierOptions = _BARRIER) -> TorchWork:
-        """Of the ranks; with a device (device_ids) each begins once that has done what is on its current stream."""
+        """Waits for all ranks; with a device (device_ids), each first waits for the device's current stream."""
         device = getattr(opts, "device", None)
         if opts.device_ids and device is not None and device.type != "cpu":
             wait_for_current_stream(device)
@@ -424,13 +424,13 @@ class TorchProcessGroup(dist.ProcessGroup):
                 )
 
 
-def _as_by_nccl(
+def _nccl_reduction(
     op: dist.ReduceOp.RedOpType, tensor: torch.Tensor, group: ProcessGroup
 ) -> tuple[object, Callable[[], None] | None]:
-    """The operator to reduce with, and what to do with the result, so that integers and bool are reduced as by NCCL.
+    """Returns the operator, and a function to finish the result, that reduce integers and bool as NCCL does.
 
-    The mean of integers is their sum, which may overflow, divided by the number of ranks and rounded towards zero; the
-    sum of bool is whether any is true, as DTensor's ``any`` asks for it.
+    The mean of integers is their sum, which may overflow, divided by the number of ranks and rounded towards zero. The
+    sum of bool is True if any element is, as DTensor's ``any`` expects.
     """
     dtype = tensor.dtype
     if dtype is torch.bool and op == dist.ReduceOp.SUM:
@@ -440,7 +440,7 @@ def _as_by_nccl(
 
     def divide() -> None:
         if not tensor.is_cpu:
-            keep_for_current_stream(tensor)  # which need not be the one that it was made for
+            keep_for_current_stream(tensor)  # it may have been allocated on another stream
         tensor.div_(group.size, rounding_mode="trunc")
 
     return ReduceOp.SUM, divide

@@ -1,10 +1,10 @@
-"""How torch.distributed's groups with the backend "bagua" are created and closed.
+"""Creates and closes torch.distributed's groups with the backend "bagua".
 
 Groups share the endpoint of bagua's world (listening sockets, table of ranks, secret). If the program has not
-initialised bagua itself, the first group of all ranks does, through torch's store, and the last group that is closed
+initialised bagua, the first group of all ranks does so, through torch's store, and the last group that is closed
 destroys it again. If torch's default group has another backend, not all ranks have the same groups of bagua, so a group
-of some ranks has an endpoint of its own. Every group has worker threads and connections of its own: calls of bagua and
-of torch.distributed, and of different groups, never block each other, and only its members take part in making a group.
+of some ranks has a separate endpoint. Every group has separate worker threads and connections: calls of bagua and of
+torch.distributed, and of different groups, never block each other, and only its members take part in making a group.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .group import TorchProcessGroup
 
 __all__ = ["create"]
 
-# Before 2.7 torch released the Python half of a Work while it waited for it in C++; 2.9 is the oldest that is tested.
+# Before 2.7 torch released the Python half of a Work while waiting for it in C++; 2.9 is the oldest version tested.
 _OLDEST_TORCH = (2, 9)
 
-# How long an exiting program waits for callbacks; those that still run end with it.
+# An exiting program waits this long for callbacks; those that still run end with it.
 _LAST_CALLBACKS_S = 2.0
 
 _open: set[TorchProcessGroup] = set()
 _open_alone: set[TorchProcessGroup] = set()
 # The default group of bagua, if this file has initialised it.
 _opened: ProcessGroup | None = None
-# How many groups of the same ranks were made in this world: equal on these ranks, since each of them makes every one.
+# The number of groups made of the same ranks in this world, equal on these ranks because each takes part in all.
 _uses: Counter[str] = Counter()
 
 
 def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
-    """Called by torch.distributed on the members of a group to create it.
+    """Creates a group; torch.distributed calls it on the members.
 
     Args:
         options: torch's DistributedBackendOptions.
@@ -56,7 +56,7 @@ def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
 
     Raises:
         InvalidArgument: torch is too old, there are backend options, or bagua is initialised with other ranks.
-        BaguaError: what bagua.init_process_group raises.
+        BaguaError: an error of bagua.init_process_group.
     """
     if not is_torch_at_least(*_OLDEST_TORCH):
         raise InvalidArgument(
@@ -70,11 +70,11 @@ def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if len(ranks) < _world_size(options) and not _is_shared():
         return _create_alone(options, ranks)
-    everybody = _share_world(options, ranks)
-    # Not by options.group_id: with use_local_synchronization it depends on how many other groups a rank is in.
+    world_group = _share_world(options, ranks)
+    # options.group_id would not do: with use_local_synchronization it depends on how many other groups a rank is in.
     name = _name(ranks)
     _uses[name] += 1
-    group = everybody.subgroup(f"{name}-{_uses[name]}", ranks, options.timeout)
+    group = world_group.subgroup(f"{name}-{_uses[name]}", ranks, options.timeout)
     made = TorchProcessGroup(group, options.store, options.group_id, _forget)
     _open.add(made)
     return made
@@ -85,23 +85,23 @@ def _name(ranks: list[int]) -> str:
 
 
 def _world_size(options) -> int:
-    """The number of torch's ranks: those of the default group, which may be the one that is being made."""
+    """Returns the number of torch's ranks, those of the default group, which may be the one being created."""
     return dist.get_world_size() if options.global_ranks_in_group else options.group_size
 
 
 def _is_shared() -> bool:
-    """Whether all ranks have the same world, so that some of them can make a group from it."""
+    """Returns True if all ranks have the same world, so that some of them can make a group from it."""
     if isinstance(dist.group.WORLD, TorchProcessGroup):
         return True
     return world.is_initialized() and world.get_default_group() is not _opened
 
 
 def _store_of(options, ranks: list[int]) -> dist.Store:
-    """Where the members of a group meet; not options.store, except of the default group.
+    """Returns the store for the rendezvous of a group's members; options.store only for the default group.
 
-    Its keys contain torch's name of the group, on which the members may disagree (see create), and may hold what an
-    earlier group of that name wrote. Groups of the same ranks are counted in torch's default store. A launcher that
-    restarts the ranks keeps the store, and what those of the attempt before have written there.
+    The keys of options.store contain torch's name of the group, on which the members may disagree (see create), and
+    may hold values of an earlier group of that name. Groups of the same ranks are counted in torch's default store. A
+    launcher that restarts the ranks keeps the store, with the values of the previous attempt.
     """
     attempt = f"bagua/attempt{config.restart_count()}"
     if not options.global_ranks_in_group:
@@ -111,7 +111,7 @@ def _store_of(options, ranks: list[int]) -> dist.Store:
 
 
 def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
-    """A group with an endpoint of its own."""
+    """Creates a group with a separate endpoint."""
     store = _store_of(options, ranks)
     try:
         group, close = bootstrap_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
@@ -123,7 +123,7 @@ def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
 
 
 def _share_world(options, ranks: list[int]) -> ProcessGroup:
-    """bagua's default group; initialises bagua if it is not."""
+    """Returns bagua's default group; initialises bagua if it is not."""
     global _opened
     is_default = not options.global_ranks_in_group
     rank = options.group_rank if is_default else dist.get_rank()
@@ -143,19 +143,19 @@ def _share_world(options, ranks: list[int]) -> ProcessGroup:
 
 
 def _forget(group: TorchProcessGroup) -> None:
-    """Called when a group was closed."""
+    """Forgets a closed group; destroys bagua's world after the last one if this file initialised it."""
     global _opened
     _open.discard(group)
     if _open or _opened is None:
         return
     opened, _opened = _opened, None
-    # Not a world that the program has made since it destroyed this one.
+    # The program may have destroyed this world and made another one since.
     if world.is_initialized() and world.get_default_group() is opened:
         world.destroy_process_group()
 
 
 def _forgetter(close: Callable[[], None]) -> Callable[[TorchProcessGroup], None]:
-    """_forget of a group with an endpoint of its own, which `close` closes."""
+    """Returns the _forget of a group with a separate endpoint, which `close` closes."""
 
     def forget(group: TorchProcessGroup) -> None:
         _open_alone.discard(group)
@@ -165,10 +165,10 @@ def _forgetter(close: Callable[[], None]) -> Callable[[TorchProcessGroup], None]
 
 
 def _close_all() -> None:
-    """When a program exits without destroying its groups: announces the shutdown, so that peers see no crash.
+    """Closes the groups of a program that exits without destroying them, so that peers see a shutdown, not a crash.
 
-    Callbacks may wait for those of another group, so all groups' operations end first, and then all callbacks share one
-    deadline.
+    Callbacks may wait for callbacks of another group, so the operations of all groups end first, and then all callbacks
+    share one deadline.
     """
     groups = [*_open, *_open_alone]
     for group in groups:

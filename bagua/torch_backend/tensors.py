@@ -37,10 +37,10 @@ def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_real(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:
-    """What of a tensor is reduced: a complex one's real and imaginary parts, a view; any other as it is.
+    """Returns a view of a complex tensor's real and imaginary parts, and any other tensor unchanged, for reducing.
 
     Raises:
-        InvalidArgument: `op` is not that of the parts, or the tensor is a lazy conjugate, or sparse.
+        InvalidArgument: `op` cannot be applied to the parts, or the tensor is a lazy conjugate, or sparse.
     """
     if tensor.layout != torch.strided:
         raise InvalidArgument(
@@ -61,7 +61,7 @@ def _check_no_conjugate(tensor: torch.Tensor) -> None:
 
 
 def only_element(items: Sequence[Any], name: str) -> Any:
-    """The only element of one of torch's lists, which have one per device of the process.
+    """Returns the only element of one of torch's lists, which have one per device of the process.
 
     Raises:
         InvalidArgument: there are more or fewer.
@@ -75,16 +75,16 @@ def only_element(items: Sequence[Any], name: str) -> Any:
 def check_disjoint(
     written: Sequence[Sequence[torch.Tensor]], read: Sequence[torch.Tensor] = (), name: str = "tensors"
 ) -> None:
-    """Check operations that may run in any order, before one of them is started.
+    """Checks operations that may run in any order, before one of them is started.
 
     Args:
         written: the tensors that each operation writes.
         read: the tensor that each operation reads.
-        name: of the list, in error messages.
+        name: the list's name in error messages.
 
     Raises:
-        InvalidArgument: two results share memory, or one shares it with what another operation reads; or one has none,
-            or they lie on several devices.
+        InvalidArgument: two results share memory, or a result shares memory with the input of another operation, or a
+            tensor has no memory, or they are on several devices.
     """
     results = [(operation, tensor) for operation, tensors in enumerate(written) for tensor in tensors]
     read = read if len(written) > 1 else ()  # a single operation copies its list after it has read
@@ -114,7 +114,7 @@ def check_disjoint(
 
 
 def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All elements, one tensor after the other.
+    """Concatenates the elements of all tensors.
 
     Raises:
         InvalidArgument: the tensors are of different types, or on different devices.
@@ -125,7 +125,7 @@ def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """A function that fills `parts`, one after the other, with the elements of `source` when these have arrived.
+    """Returns a function that fills `parts` in order with the elements of `source`, to be called when these are there.
 
     Raises:
         InvalidArgument: the parts are of different types, or on different devices.
@@ -135,7 +135,7 @@ def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[]
 
     def copy() -> None:
         for tensor in () if source.is_cpu else (source, *views):
-            keep_for_current_stream(tensor)  # which need not be the one that it was made for
+            keep_for_current_stream(tensor)  # it may have been allocated on another stream
         pieces = source.split([view.numel() for view in views])
         for view, piece in zip(views, pieces, strict=True):
             view.copy_(piece.view(view.shape))

@@ -1,9 +1,8 @@
-"""What does wrapping a model cost on one GPU, where there is nobody to communicate with?
+"""Measures the cost of wrapping a model on one GPU, without other ranks.
 
 A step (zero_grad, forward, backward, SGD with momentum) of ResNet-50 and of a transformer of GPT-2's size (114 million
-parameters), alone, wrapped with each of two algorithms, and with DDP over NCCL, in one process in turns. What a wrapper
-adds is hooks, buckets, and the host's work in between; bagua's should be less than 2% of the step, or the script ends
-with 1.
+parameters) is timed alone, wrapped with each of two algorithms, and with DDP over NCCL, in one process in turns. A
+wrapper adds hooks, buckets and work of the host; the script ends with 1 unless bagua adds less than 2% of the step.
 
     .venv/bin/python -m benchmarks.cuda.gpu_step [--batch 32] [--quick]
 """
@@ -27,7 +26,7 @@ MODELS = {
 
 
 def measure(device: str, chosen: dict[str, dict], batch: int, repetitions: int) -> dict[str, dict]:
-    """On the only rank: by model, seconds per step of each way, and the model's parameters."""
+    """Measures on the only rank; returns the seconds per step of each way, and the number of parameters, by model."""
     import torch.distributed as dist
 
     import bagua
@@ -50,7 +49,7 @@ def _measure_one(where: Any, options: dict[str, Any], batch: int, repetitions: i
     modules: dict[str, torch.nn.Module] = {}
     for name in (ALONE, *ALGORITHMS, *([DDP] if where.type == gpus.CUDA else [])):
         steps[name], modules[name] = _way(name, where, options, batch)
-        for _ in range(2):  # the second lays out the buckets anew
+        for _ in range(2):  # buckets are planned anew in the second
             steps[name]()
     _verify(modules)
     samples = timing.interleaved(
@@ -61,7 +60,7 @@ def _measure_one(where: Any, options: dict[str, Any], batch: int, repetitions: i
 
 
 def _way(name: str, where: Any, options: dict[str, Any], batch: int) -> tuple[Callable[[], None], Any]:
-    """One step, to its end on the device, and the model."""
+    """Returns a function that runs one step to its end on the device, and the model."""
     import torch
 
     import bagua
@@ -96,7 +95,7 @@ def _way(name: str, where: Any, options: dict[str, Any], batch: int) -> tuple[Ca
 
 
 def _verify(modules: dict[str, Any]) -> None:
-    """All ways train alike: on one rank there is nothing to average. GPU kernels may add in another order."""
+    """Checks that all ways train alike on one rank, up to the order in which GPU kernels add."""
     import torch
 
     expected = torch.cat([p.detach().flatten() for p in modules[ALONE].parameters()])

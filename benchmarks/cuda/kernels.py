@@ -1,11 +1,11 @@
-"""How close do the codecs' kernels come to the rate at which the GPU copies memory?
+"""Compares the codecs' kernels with the rate at which the GPU copies memory.
 
-encode, decode, decode_add and the middle step of a compressed all_reduce (reduce_encode: decode what several ranks have
-sent, add, encode) of random float32, in turns with a copy from device memory to device memory of the same tensor. Rates
-are bytes that are read and written per second, so that a case that moves less has less time. Time is the device's, by
-events: the stream is held until the host has enqueued all calls of a sample. Each case goes through several tensors in
-turns, more than the GPU's cache holds. Before, each result is compared with the CPU's, bit by bit.
-From 64 MB on every case but decode should reach 0.85 of the copy; the script ends with 1 where one does not.
+encode, decode, decode_add and the middle step of a compressed all_reduce (reduce_encode: decode the messages of several
+ranks, add, encode) of random float32 are timed in turns with a copy of the same tensor inside device memory. Rates are
+bytes read and written per second. Time is the device's, by events: the stream is held until the host has enqueued all
+calls of a sample. Each case cycles through several tensors, more than the GPU's cache holds. Before timing, each result
+is compared with the CPU's, bit by bit. From 64 MB on every case except decode should reach 0.85 of the copy; otherwise
+the script ends with 1.
 
     .venv/bin/python -m benchmarks.cuda.kernels [--sizes 64e6 256e6] [--codecs minmax_uint8] [--quick]
 """
@@ -21,21 +21,21 @@ from benchmarks.lib import gpus, ranks, report
 COPY = "copy"
 CODECS = ("minmax_uint8", "bf16", "fp16", "qsgd", "qsgd:bits=4", "onebit", "topk")
 TARGET, FROM_BYTES = 0.85, 64_000_000
-SENDERS = 4  # whose messages the middle step adds up
+SENDERS = 4  # number of messages that the middle step adds
 _BEYOND_CACHES = 512_000_000
-_CALLS = range(16, 65)  # at least and at most, in a sample: the queue of a stream holds so many
+_CALLS = range(16, 65)  # minimum and maximum per sample; a stream's queue holds this many
 _KEY = 7
 
 
 class Case(NamedTuple):
-    """`run(i)` enqueues one call on the i-th tensors; `num_bytes` is what it must read and write."""
+    """A case: `run(i)` enqueues one call on the i-th tensors, which must read and write `num_bytes`."""
 
     run: Callable[[int], object]
     num_bytes: int
 
 
 def measure(device: str, sizes: list[int], names: list[str], repetitions: int, rotated_bytes: int) -> dict[str, dict]:
-    """In a process of its own: by size and case, bytes moved and seconds per call."""
+    """Measures in a separate process; returns bytes moved and seconds per call, by size and case."""
     import torch
 
     where = gpus.use(device)
@@ -49,7 +49,7 @@ def measure(device: str, sizes: list[int], names: list[str], repetitions: int, r
             cases |= {f"{name} {what}": case for what, case in _cases_of(name, tensors).items()}
         num_calls = min(max(num_tensors, _CALLS.start), _CALLS.stop - 1)
         seconds: dict[str, list[float]] = {name: [] for name in cases}
-        for repetition in range(repetitions + 1):  # the first is thrown away
+        for repetition in range(repetitions + 1):  # the first is discarded
             for name, case in cases.items():
                 taken = gpus.device_seconds(case.run, num_calls, num_tensors)
                 if repetition > 0:
@@ -66,7 +66,7 @@ def _copy(tensors: list[Any]) -> Case:
 
 
 def _cases_of(name: str, tensors: list[Any]) -> dict[str, Case]:
-    """The codec's, each of it just compared with the CPU."""
+    """Returns the codec's cases, after comparing each with the CPU."""
     import torch
 
     import bagua
@@ -76,7 +76,7 @@ def _cases_of(name: str, tensors: list[Any]) -> dict[str, Case]:
     value_bytes, wire_bytes = tensors[0].nbytes, codec.wire_bytes(numel, dtype)
     messages = [codec.encode(x, key=_KEY) for x in tensors]
     total = torch.ones(numel, device=tensors[0].device)
-    # The senders' messages lie in a row; consecutive tensors share none of the rows.
+    # The senders' messages are adjacent rows; consecutive tensors share none of them.
     rows = torch.stack([messages[i % len(messages)] for i in range(SENDERS * len(tensors))])
     stacks = rows.view(len(tensors), SENDERS, wire_bytes)
     cases = {
@@ -93,7 +93,7 @@ def _cases_of(name: str, tensors: list[Any]) -> dict[str, Case]:
 
 
 def _verify(codec: Any, cases: dict[str, Case], x: Any, stack: Any, total: Any) -> None:
-    """Raises unless every case gives the CPU's bits."""
+    """Raises unless every case computes the CPU's bits."""
     import torch
 
     on_cpu, message = x.cpu(), codec.encode(x.cpu(), key=_KEY)
@@ -115,7 +115,7 @@ def _verify(codec: Any, cases: dict[str, Case], x: Any, stack: Any, total: Any) 
 
 
 def rows_of(size: int, cases: dict[str, dict]) -> tuple[list[report.Row], list[str]]:
-    """The copy first; and which cases are below the target."""
+    """Returns rows, the copy first, and the cases below the target."""
     rows, missed = [], []
     copy_rate = 0.0
     for name, case in cases.items():

@@ -1,9 +1,9 @@
-"""How long does an all_reduce take between several ranks on one GPU, which it leaves and comes back to?
+"""Measures an all_reduce between several ranks on one GPU, whose data passes through the host.
 
 2 and 4 processes share one GPU. bagua's tensors are staged: codes are made on the device and cross PCIe to pinned
-memory, from where shared memory or TCP takes them. In the same processes, in turns: gloo, which copies the whole tensor
-to the host, and NCCL, which lets ranks share a GPU from 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1) and moves nothing off
-it. Every result is verified before it is timed.
+memory, from which shared memory or TCP carries them. In the same processes, in turns, run gloo, which copies the whole
+tensor to the host, and NCCL, which lets ranks share a GPU from 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1) and keeps the
+data on it. Every result is verified before it is timed.
 
     .venv/bin/python -m benchmarks.cuda.one_gpu [--sizes 1e6 64e6] [--ranks 2 4] [--tcp] [--quick]
 """
@@ -17,7 +17,7 @@ NCCL_NEEDED = (2, 30)
 
 
 def measure(device: str, sizes: list[int], names: list[str], repetitions: int) -> dict[str, dict]:
-    """On a rank: seconds by size and contender."""
+    """Measures on a rank; returns seconds by size and contender."""
     import torch.distributed as dist
 
     import bagua
@@ -50,7 +50,7 @@ def main() -> None:
     env = {"BAGUA_SHARED_MEMORY": "0"} if args.tcp else {}
     names = list(BAGUA)
     if args.device == gpus.CUDA:
-        names.insert(0, contenders.GLOO)  # which knows no other device
+        names.insert(0, contenders.GLOO)  # it supports no other device
         version = gpus.nccl_version()
         if version >= NCCL_NEEDED:
             names.append(contenders.NCCL)

@@ -1,6 +1,6 @@
-// What a thread of the program keeps another thread from doing on the device, while the program's stream waits for a
-// value that the other one is to set; see waiting_streams.py. One line per case: what the program does, what the other
-// thread does, and in how many milliseconds that was done on the device; -1: not until the stream went on.
+// Measures which actions of a program block another thread's work on the device, while the program's stream waits for a
+// value that the other thread sets; see waiting_streams.py. Prints one line per case: the program's action, the other
+// thread's, and the milliseconds until the latter was done on the device; -1: not until the stream resumed.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -29,7 +29,7 @@ void check(cudaError_t status, int line) {
 }
 #define CHECK(call) check(call, __LINE__)
 
-// Code is loaded with the first launch of a kernel, so each of these can be launched first once.
+// The first launch of a kernel loads its code, so there are several kernels, each to be launched first once.
 template <int kIndex>
 __global__ void kernel(float* x) {
   x[threadIdx.x] = x[threadIdx.x] * kIndex + 1;
@@ -64,8 +64,8 @@ int main() {
   std::vector<char> pageable(kBytes);
   int least = 0, greatest = 0;
   CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  cudaStream_t const program = nullptr;  // the default stream, as torch's
-  cudaStream_t other = nullptr;          // as the core makes its own
+  cudaStream_t const program = nullptr;  // the default stream, as torch uses
+  cudaStream_t other = nullptr;          // created as the core creates its streams
   CHECK(cudaStreamCreateWithPriority(&other, cudaStreamNonBlocking, greatest));
   cudaEvent_t event = nullptr;
   CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));

@@ -1,10 +1,10 @@
-"""Could a stream wait for what the host has yet to enqueue?
+"""Tests whether a stream could wait for work that the host has not enqueued yet.
 
-A staged operation is enqueued as its bytes come, so `wait()` holds the host until they have come. It would not have to
-if the program's stream waited for a value in memory (cuStreamWaitValue32) that the core's thread sets at the end. That
-needs the core's thread to be able to use the device meanwhile, whatever the program does. The script makes the default
-stream wait for such a value, has one thread do what programs do, and looks whether another one gets its work done on a
-stream of its own. Needs nvcc.
+A staged operation is enqueued as its bytes arrive, so `wait()` blocks the host until they have. It need not if the
+program's stream waited for a value in memory (cuStreamWaitValue32) that the core's thread sets at the end. That only
+works if the core's thread can use the device meanwhile, whatever the program does. The script makes the default stream
+wait for such a value, has one thread do what programs do, and checks that another thread can work on another stream.
+Needs nvcc.
 
     .venv/bin/python -m benchmarks.cuda.waiting_streams [--out FOLDER]
 """
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 
 
 def measure() -> list[tuple[str, str, float]]:
-    """What the program did, what the other thread did, and its milliseconds; -1: it stood until the stream went on."""
+    """Returns the program's action, the other thread's, and its milliseconds (-1: blocked until the stream resumed)."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, SOURCE.stem)
         subprocess.run(["nvcc", "-std=c++17", "-O1", "-arch=native", "-o", binary, SOURCE], check=True)
@@ -48,7 +48,7 @@ def main() -> None:
         rows.append([program, *(f"{one:.2f}" if one >= 0 else "stands" for one in times)])
     result.say(*report.aligned(rows))
     num_standing = sum(milliseconds < 0 for _, _, milliseconds in cases)
-    result.say(f"stands: not done before the stream went on, which it did after 0.3 s. {num_standing} of {len(cases)}.")
+    result.say(f"stands: not done before the stream resumed after 0.3 s. {num_standing} of {len(cases)}.")
     result.write()
 
 

@@ -1,8 +1,8 @@
-"""Ways to compute a round of FedAvg, each in a process of its own that computes a round when it is told to.
+"""The contenders of a round of FedAvg, each in a separate process that computes a round on request.
 
-Each runs under the interpreter that has what it needs, on the core that its parent gives it. A line on its input starts
-a round; it answers with the seconds that the round took, and leaves the model after the first one in a file. Waiting
-costs nothing, so that rounds of all of them can be timed in turns.
+Each runs under an interpreter that has its packages, on the core that the parent assigns. A line on its input starts a
+round; the process answers with the seconds that the round took, and writes the model after the first one to a file.
+Waiting uses no processor time, so that rounds of all contenders can be timed in turns.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Model = dict[str, Any]
 
 
 class Turns:
-    """The contender's end: `begin` waits for the next turn, `end` says what came of it."""
+    """The turns of a contender: `begin` waits for the next one, `end` reports its result."""
 
     def __init__(self, result: Path) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print is none
+        os.dup2(2, 1)  # prints of libraries must not look like answers
         self._result: Path | None = result
 
     def begin(self) -> bool:
-        """Whether there is another turn; it begins now."""
+        """Waits for the next turn and begins it; returns False if there is none."""
         if not sys.stdin.readline():
             return False
         self._began = time.perf_counter()
@@ -53,13 +53,13 @@ class Turns:
             self.end(compute_round())
 
 
-# ---- what is compared
+# ---- contenders
 #
-# `(turns, task, clients)` each; they import what they need, which others may not have.
+# Each is called with `(turns, task, clients)`, and imports its packages, which others may not have.
 
 
 def _step_by_autograd(task: Any, model: Model, inputs: Any, labels: Any) -> Model:
-    """The steps of one client, as one writes them without torch.func."""
+    """Runs the steps of one client, written without torch.func."""
     import torch
 
     from benchmarks.federated.tasks import RATE, STEPS
@@ -73,7 +73,7 @@ def _step_by_autograd(task: Any, model: Model, inputs: Any, labels: Any) -> Mode
 
 
 def client_function(task: Any) -> Callable[..., Model]:
-    """The steps of one client, as torch.func and programs have them."""
+    """Returns a function of one client's steps for torch.func and programs."""
     from torch.func import grad
 
     from benchmarks.federated.tasks import RATE, STEPS
@@ -150,7 +150,7 @@ def bagua(turns: Turns, task: Any, clients: int) -> None:
 
 
 def bagua_in_chunks(turns: Turns, task: Any, clients: int) -> None:
-    """A chunk's values fit into a core's cache."""
+    """Runs the program in chunks of clients whose values fit into a core's cache."""
     parts = _torch_parts(task, clients)
     fedavg = _bagua_round(task, clients, chunk_size=16)
     turns.serve(lambda: fedavg(*parts))
@@ -176,7 +176,7 @@ def bagua_on_ranks(turns: Turns, task: Any, clients: int) -> None:
 
 
 def bagua_trace(turns: Turns, task: Any, clients: int) -> None:
-    """The round as a graph; it computes nothing."""
+    """Traces the round as a graph, without computing it."""
     from bagua import federated
 
     parts = _torch_parts(task, clients)
@@ -215,7 +215,7 @@ def drjax(turns: Turns, task: Any, clients: int) -> None:
 
 
 def pfl(turns: Turns, task: Any, clients: int) -> None:
-    """pfl-research: its FederatedAveraging in its simulated backend; all clients in every round."""
+    """Runs pfl-research's FederatedAveraging in its simulated backend, with all clients in every round."""
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -277,7 +277,7 @@ def pfl(turns: Turns, task: Any, clients: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _data_of(task_name: str, clients: int) -> tuple[Any, Any]:
-    """In a process of Flower's clients."""
+    """Returns the data, in a process of Flower's clients."""
     import torch
 
     from benchmarks.federated.tasks import TASKS, tensors
@@ -287,7 +287,7 @@ def _data_of(task_name: str, clients: int) -> tuple[Any, Any]:
 
 
 def flower(turns: Turns, task: Any, clients: int) -> None:
-    """Flower's simulation: a process for each core of the machine, all clients in every round."""
+    """Runs Flower's simulation, with a process for each core of the machine and all clients in every round."""
     from flwr.app import ArrayRecord, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
@@ -327,18 +327,18 @@ def flower(turns: Turns, task: Any, clients: int) -> None:
     run_simulation(server_app, client_app, num_supernodes=clients, backend_config=resources)
 
 
-# ---- the parent's end
+# ---- the parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way.
+    """A way to compute the round.
 
     Attributes:
-        name: for the tables.
-        function: of this module, by name.
-        needs: a package that it imports.
-        cores: how many of them it is given; so many processes, ranks, but for Flower, which starts its own.
+        name: its name in tables.
+        function: the name of its function in this module.
+        needs: the package that it imports.
+        cores: the number of its cores, and of its processes (ranks), except for Flower, which starts its own.
     """
 
     name: str
@@ -348,12 +348,12 @@ class Contender:
 
 
 class Running:
-    """Processes of a contender, from their start to the end of the block.
+    """The processes of a contender, from their start to the end of the block.
 
     Args:
-        python: the interpreter.
-        task: its name.
-        cores: to run on.
+        python: the path of the interpreter.
+        task: the task's name.
+        cores: the cores to run on.
     """
 
     def __init__(self, contender: Contender, python: str, task: str, clients: int, cores: Sequence[int]) -> None:
@@ -369,7 +369,7 @@ class Running:
             options = [contender.function, task, str(clients), str(self.result), ",".join(map(str, mine)), str(rank)]
             root = Path(__file__).resolve().parents[2]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-            environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}  # no graph is known
+            environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}  # compile anew
             if ranks > 1:
                 environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
                 environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -400,11 +400,11 @@ class Running:
         self._folder.cleanup()
 
     def turn(self, limit_s: float) -> float:
-        """Seconds of a round, on the slowest rank.
+        """Runs a round; returns its seconds on the slowest rank.
 
         Raises:
-            TimeoutError: it takes longer.
-            RuntimeError: the contender failed, with the end of what it printed.
+            TimeoutError: the round takes longer.
+            RuntimeError: the contender failed; the message has the end of its output.
         """
         for process in self._processes:
             process.stdin.write(b"\n")
@@ -423,7 +423,7 @@ class Running:
         return json.loads(line)
 
     def model(self) -> Model:
-        """After the first round."""
+        """Returns the model after the first round."""
         with np.load(self.result) as arrays:
             return dict(arrays)
 
@@ -437,13 +437,13 @@ def _free_port() -> int:
 
 
 def has(python: str, package: str) -> bool:
-    """Whether the interpreter can import it."""
+    """Returns True if the interpreter can import the package."""
     found = subprocess.run([python, "-c", f"import {package}"], capture_output=True, check=False)
     return found.returncode == 0
 
 
 def serve_turns() -> None:
-    """A contender's process, from its arguments on."""
+    """Runs a contender's process, according to its arguments."""
     function, task, clients, result, cores, rank = sys.argv[1:]
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     from benchmarks.federated.tasks import TASKS

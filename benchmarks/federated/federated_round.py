@@ -1,13 +1,12 @@
-"""How long does a round of FedAvg take in a simulation, compared with loops over clients and other frameworks?
+"""Measures a round of FedAvg in a simulation, compared with loops over clients and other frameworks.
 
-All clients in every round, two steps of SGD at each, on the same data; what each contender returns after its first
-round is compared with what the loop over clients returns. Contenders are processes that wait for their turn. Those on
-one core are this library's program, the same by torch.compile, a loop of autograd, a loop of the client function that
-the program has (torch.func), a loop over that function by torch.compile, DrJAX jitted, and pfl-research; on two cores,
-two ranks of the program, and Flower's simulation, which starts its own processes. A last table has the seconds until
-the first round is done, that is tracing and compilation, by number of clients; what torch.compile needs once on a
-machine (C++ headers) is not in it. The frameworks are skipped where they cannot be imported; each may have an
-interpreter of its own.
+All clients take part in every round, with two steps of SGD each, on the same data. Each contender's model after its
+first round is compared with that of the loop over clients. Contenders are processes that wait for their turn. Those on
+one core are this library's program, the same under torch.compile, a loop of autograd, a loop of the program's client
+function (torch.func), a loop over that function under torch.compile, DrJAX jitted, and pfl-research; on two cores, two
+ranks of the program, and Flower's simulation, which starts its own processes. A last table has the seconds until the
+first round is done, that is tracing and compilation, by number of clients; the time that torch.compile needs once per
+machine (C++ headers) is not counted. Frameworks that cannot be imported are skipped; each may have its own interpreter.
 
     .venv/bin/python -m benchmarks.federated.federated_round [--drjax PYTHON] [--pfl PYTHON] [--flower PYTHON] [--quick]
 """
@@ -56,7 +55,7 @@ _TOLERANCE = 1e-5  # two steps in float32
 
 
 def _pythons(args: argparse.Namespace) -> dict[str, str]:
-    """The interpreter of each package that can be imported."""
+    """Returns the interpreter of each package that can be imported."""
     of = {"torch": sys.executable, "drjax": args.drjax, "pfl": args.pfl, "flwr": args.flower}
     return {package: python for package, python in of.items() if has(python, package)}
 
@@ -64,7 +63,7 @@ def _pythons(args: argparse.Namespace) -> dict[str, str]:
 def rounds(
     task: str, clients: int, repetitions: int, pythons: dict[str, str]
 ) -> tuple[list[report.Row], dict[str, float], list[str]]:
-    """Rows, seconds of the first rounds by contender, and what went wrong."""
+    """Returns rows, seconds of the first rounds by contender, and failures."""
     cores = sorted(os.sched_getaffinity(0))
     firsts: dict[str, float] = {}
     failures: list[str] = []
@@ -78,7 +77,7 @@ def rounds(
             try:
                 firsts[contender.name] = one.turn(_LIMIT_S)
             except (RuntimeError, TimeoutError) as error:
-                if contender is LOOP:  # what the others are compared with
+                if contender is LOOP:  # the reference of the others
                     raise
                 failures.append(f"{contender.name}, {task}, {clients} clients: {error}")
                 continue
@@ -88,7 +87,7 @@ def rounds(
             if not distance < _TOLERANCE:
                 raise RuntimeError(f"{contender.name}: the model differs from the loop's by {distance}")
             running.append(one)
-        samples = {one.contender: [one.turn(_LIMIT_S)] for one in running}  # once more, thrown away below
+        samples = {one.contender: [one.turn(_LIMIT_S)] for one in running}  # one more round, discarded below
         for _ in range(repetitions):
             for one in running:
                 samples[one.contender].append(one.turn(_LIMIT_S))
@@ -105,7 +104,7 @@ def rounds(
 def add_first_rounds(
     seconds: dict[str, dict[int, float]], every_clients: Sequence[int], pythons: dict[str, str]
 ) -> None:
-    """Of the transformer, where `seconds`, by contender and clients, have none; infinite where it took too long."""
+    """Adds the transformer's first rounds that `seconds`, by contender and clients, lack; infinite if too long."""
     cores = sorted(os.sched_getaffinity(0))
     for contender in FIRST_ROUNDS:
         if contender.needs not in pythons:
@@ -124,7 +123,7 @@ def add_first_rounds(
 
 
 def first_lines(seconds: dict[str, dict[int, float]], every_clients: Sequence[int]) -> list[str]:
-    """A table in Markdown, clients across."""
+    """Returns a table in Markdown, with a column for each number of clients."""
 
     def cell(value: float | None) -> str:
         if value is None:
@@ -159,7 +158,7 @@ def main() -> None:
         args.task or "",
     )
     with Running(LOOP_OF_COMPILED, sys.executable, "transformer", 1, sorted(os.sched_getaffinity(0))) as one:
-        one.turn(_LIMIT_S)  # leaves the headers compiled
+        one.turn(_LIMIT_S)  # compiles the headers
     cases = [(task, clients) for task, clients in CASES if args.task in (None, task)]
     if args.quick:
         cases = [(task, (4,)) for task, _ in cases if task != "cnn" or args.task]

@@ -1,11 +1,10 @@
-"""What do more ranks, more leaves and more clients cost a federated program?
+"""Measures the cost of more ranks, more leaves and more clients in a federated program.
 
-Ranks: the gradient of a mean loss and a round of FedAvg of the transformer of federated_round.py, so many clients on
-each rank; compared with the same clients in programs that know nothing of one another, on the same processes at the
-same time. Leaves: the mean of a pytree of a hundred, as one value and leaf by leaf, and one all_reduce of as many
-bytes; with the number of collectives. Clients: the highest resident memory beyond what was there before, of the
-gradient of a mean loss through a local step, by map_reduce and by map_fn and reduce_mean, of a model of 10 MB. Values
-are compared with one another before.
+Ranks: the gradient of a mean loss and a round of FedAvg of the transformer of federated_round.py, with equally many
+clients on each rank, compared with independent programs of the same clients on the same processes at the same time.
+Leaves: the mean of a pytree of a hundred leaves, as one value and leaf by leaf, compared with one all_reduce of as many
+bytes; with the number of collectives. Clients: the additional peak of resident memory in the gradient of a mean loss
+through a local step, by map_reduce and by map_fn with reduce_mean, of a model of 10 MB. Values are verified before.
 
     .venv/bin/python -m benchmarks.federated.federated_scaling [--ranks 2] [--quick]
 """
@@ -25,7 +24,7 @@ CLIENTS_PER_RANK = 32
 LEAVES, LEAF = 100, (64, 64)
 MEMORY = ((2048, 16, True), (256, 16, True), (64, 16, True), (64, 16, False))  # clients, chunk_size, by map_reduce
 _WIDTH, _EXAMPLES = 1120, 2  # two layers: 10 MB
-_EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc: what is freed goes back at once
+_EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # makes glibc return freed memory at once
 
 
 def measure(what: str, **options: Any) -> Any:
@@ -33,7 +32,7 @@ def measure(what: str, **options: Any) -> Any:
 
 
 def measure_ranks(repetitions: int) -> dict[str, list[float]]:
-    """On a rank: seconds by case."""
+    """Measures on a rank; returns seconds by case."""
     initialise()
     import bagua
     from bagua import federated
@@ -78,7 +77,7 @@ def _gradient(program: Callable) -> Callable:
 
 
 def _verify_mean(together: dict[str, Any], apart: dict[str, Any]) -> None:
-    """The one is the mean of the others over the ranks."""
+    """Checks that the result together is the mean of the separate ones over the ranks."""
     import torch
 
     import bagua
@@ -90,7 +89,7 @@ def _verify_mean(together: dict[str, Any], apart: dict[str, Any]) -> None:
 
 
 def measure_leaves(repetitions: int) -> dict[str, Any]:
-    """On a rank: seconds and collectives by case."""
+    """Measures on a rank; returns seconds and the number of collectives by case."""
     initialise()
     import torch
 
@@ -123,7 +122,7 @@ def measure_leaves(repetitions: int) -> dict[str, Any]:
 
 
 def measure_memory(clients: int, chunk_size: int, by_map_reduce: bool) -> dict[str, float]:
-    """In one process: bytes at the peak beyond before, and seconds."""
+    """Measures in one process; returns the additional bytes at the peak, and seconds."""
     import time
 
     import torch
@@ -140,7 +139,7 @@ def measure_memory(clients: int, chunk_size: int, by_map_reduce: bool) -> dict[s
 
     @federated.program(clients=clients)
     def mean_loss(model: dict[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-        # Local steps: each client has a model of its own.
+        # After local steps each client has a different model.
         def stepped(model: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             gradient = torch.func.grad(of_client)(model, x)
             return of_client({name: value - 0.1 * gradient[name] for name, value in model.items()}, x)
@@ -152,7 +151,7 @@ def measure_memory(clients: int, chunk_size: int, by_map_reduce: bool) -> dict[s
 
     run = torch.func.grad(mean_loss)
     few = federated.program(lambda x: federated.map_reduce(lambda x: x.sum(), (x,)), clients=clients)
-    few(inputs)  # what is loaded once
+    few(inputs)  # loads code and libraries
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status_bytes("VmHWM")
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What clients train in the federated benchmarks: a small CNN on images, a small transformer on bytes.
+"""The tasks of the federated benchmarks: a small CNN on images, a small transformer on bytes.
 
-Functions of a dict of parameters, so that loops, vmap, torch.compile and JAX compute the same. Parameters and data come
-from numpy's generator and are random: a round takes the same time whatever is learned.
+Models are functions of a dict of parameters, so that loops, vmap, torch.compile and JAX compute the same. Parameters
+and data are random, from numpy's generator, since the time of a round does not depend on them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 RATE = 0.05
-STEPS = 2  # of SGD at each client
+STEPS = 2  # SGD steps of each client
 VOCABULARY, WIDTH, HEADS, CONTEXT, LAYERS = 128, 32, 2, 32, 2
 _SIDE = 28
 
@@ -25,11 +25,11 @@ class Task(NamedTuple):
     """A model and the data of its clients.
 
     Attributes:
-        name: in TASKS.
-        shapes: of the parameters, by name.
-        examples: ``(generator, count)`` to inputs and labels ``[count, ...]``.
-        loss: of parameters, inputs and labels of one batch, a mean.
-        batch: examples per step of a client.
+        name: its key in TASKS.
+        shapes: the shapes of the parameters, by name.
+        examples: a function of ``(generator, count)`` that returns inputs and labels ``[count, ...]``.
+        loss: a function of parameters, inputs and labels of one batch that returns the mean loss.
+        batch: the number of examples per step of a client.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Task(NamedTuple):
     batch: int
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Of the server, the same for every contender."""
+        """Returns the server's parameters, the same for every contender."""
         generator = np.random.default_rng(0)
         return {name: _initial(generator, name, shape) for name, shape in self.shapes.items()}
 
     def data(self, clients: int) -> tuple[np.ndarray, np.ndarray]:
-        """``[clients, STEPS, batch, ...]`` of inputs and labels."""
+        """Returns inputs and labels, each ``[clients, STEPS, batch, ...]``."""
         inputs, labels = self.examples(np.random.default_rng(1), clients * STEPS * self.batch)
         return tuple(x.reshape(clients, STEPS, self.batch, *x.shape[1:]) for x in (inputs, labels))
 
@@ -113,7 +113,7 @@ TASKS = {task.name: task for task in (_CNN, _TRANSFORMER, _OF_FOUR)}
 
 
 def tensors(value: Any) -> Any:
-    """numpy's arrays in a dict or tuple as tensors."""
+    """Converts numpy's arrays in a dict or tuple to tensors."""
     if isinstance(value, dict):
         return {name: torch.from_numpy(x) for name, x in value.items()}
     return tuple(torch.from_numpy(x) for x in value)

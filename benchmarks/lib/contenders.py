@@ -1,8 +1,8 @@
-"""The ways of doing one all_reduce that scripts compare: bagua's, torch's gloo and NCCL, OpenMPI.
+"""The contenders of an all_reduce: bagua's, torch's gloo and NCCL, OpenMPI.
 
-All of one size live in one process at once. Input: `x[rank][i] = ((i * size + rank) mod 1999 - 999) / 1024`, different
-for every rank and neighbouring elements; sums of it are exact in float32. Every contender is verified on it before
-it is timed: full precision must be exact, a codec within its bound, and all ranks equal bit by bit.
+All contenders of one size exist in one process at once. Input: `x[rank][i] = ((i * size + rank) mod 1999 - 999) /
+1024`, which differs for every rank and neighbouring elements, and whose sums are exact in float32. Every contender is
+verified before it is timed: full precision must be exact, a codec within its bound, and all ranks equal bit by bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import bagua
 from benchmarks.lib.timing import Contender
 
-# Name in the tables -> codec; on the CPU the memory is bagua.empty's for all but "ordinary tensor".
+# Names in tables -> codec. On the CPU all use memory of bagua.empty, except "ordinary tensor".
 _BAGUA = {
     "bagua shared memory": None,
     "bagua ordinary tensor": None,
@@ -30,7 +30,7 @@ _LARGEST = 999 / 1024
 
 
 def inner_calls(num_bytes: int) -> int:
-    """Calls per sample; at most 40, because every SUM in place multiplies by the number of ranks."""
+    """Returns the number of calls per sample, at most 40, because a SUM in place multiplies by the number of ranks."""
     return max(2, min(40, 16_000_000 // num_bytes))
 
 
@@ -40,11 +40,11 @@ def verified(
     device: torch.device | None = None,
     torch_groups: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> dict[str, Contender]:
-    """The contenders for one size, each of which has just been shown to compute the right sum.
+    """Returns the contenders for one size, after verifying that each computes the right sum.
 
     Args:
-        device: of the tensors, by default the CPU; a run ends when the device has ended it.
-        torch_groups: torch's groups by the names of the contenders that use them, where it is not the default one.
+        device: the device of the tensors, by default the CPU; a run includes the device's work.
+        torch_groups: torch's groups of the contenders that do not use the default one, by name.
     """
     numel = num_bytes // 4
     original = _input(numel, bagua.get_rank()).to(device)
@@ -94,7 +94,7 @@ def _verify(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
     """Raises if `result` is not the sum, or differs between ranks."""
     size = bagua.get_world_size()
     codec = _BAGUA.get(name)
-    # Two roundings, of every rank's input and of the sum: steps of (max - min) / 255 halved, or half an ulp of bf16.
+    # Every rank's input and the sum are rounded: to half a step of (max - min) / 255, or half an ulp of bf16.
     relative = {None: 0.0, "bf16": 2 * 2.0**-8, "minmax_uint8": 2 * 2 / 510}[codec]
     tolerance = relative * size * _LARGEST * 1.01
     error = float((result - expected).abs().max()) if result.numel() else 0.0

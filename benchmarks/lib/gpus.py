@@ -1,7 +1,7 @@
-"""What the benchmarks of GPUs share: which device, what it is, and where results may go.
+"""Shared code of the GPU benchmarks: choosing the device, describing it, and writing results.
 
-`--device emulated` runs the same script on the emulated device of the tests, to see that it works where there is no
-GPU: kernels are the host's there, so what it prints says nothing, and nothing of it is written.
+`--device emulated` runs the same script on the emulated device of the tests, to check it on a machine without a GPU.
+Kernels run on the host there, so its figures mean nothing and are not written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HELD_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to enqueue a
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of all benchmarks, and the device."""
+    """Returns a parser with the options of all benchmarks, and the device."""
     options = report.parser(description)
     options.add_argument(
         "--device", choices=(CUDA, EMULATED), default=CUDA, help="emulated: to see that the script works; no results"
@@ -31,7 +31,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def need(script: str, device: str) -> None:
-    """Ends the script, as skipped, where there is no such device."""
+    """Ends the script as skipped if there is no such device."""
     import torch
 
     if device == CUDA and not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def need(script: str, device: str) -> None:
 
 
 def use(device: str, index: int = 0) -> Any:
-    """The torch.device, ready and current in this process."""
+    """Returns the torch.device, after making it current in this process."""
     import torch
 
     if device == EMULATED:
@@ -53,9 +53,9 @@ def use(device: str, index: int = 0) -> Any:
 
 
 def device_seconds(call: Callable[[int], object], count: int, period: int) -> float:
-    """Seconds per call on the current device, of `count` calls that are enqueued before the first begins.
+    """Returns the seconds per call on the current device, of `count` calls that are enqueued before the first begins.
 
-    They get 0, 1, ... `period` - 1, and again.
+    The calls get 0, 1, ... `period` - 1 repeatedly.
     """
     import torch
 
@@ -72,7 +72,7 @@ def device_seconds(call: Callable[[int], object], count: int, period: int) -> fl
 
 
 def facts(device: str) -> dict[str, str]:
-    """For a result's header: the GPU, its driver, and what is built for it. In the process that measures nothing."""
+    """Returns the GPU, its driver and the builds for it, for a result's header; not in the process that measures."""
     import torch
 
     if device == EMULATED:
@@ -89,8 +89,8 @@ def facts(device: str) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """Of the NCCL that is loaded, which need not be the one that torch was built with; zeros where there is none."""
-    import torch  # noqa: F401  which loads its own
+    """Returns the version of the loaded NCCL, which may differ from that of torch's build; zeros if there is none."""
+    import torch  # noqa: F401  loads NCCL
 
     version = ctypes.c_int()
     try:
@@ -101,7 +101,7 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 class Report(report.Report):
-    """A report whose files are written for a GPU only."""
+    """A report that writes files only for a GPU."""
 
     def __init__(
         self,
@@ -121,6 +121,6 @@ class Report(report.Report):
 
 
 def verdict(result: report.Report, missed: Sequence[str], target: str) -> int:
-    """Says whether all cases reach the target; the script's exit status, 1 where one does not."""
+    """Prints the cases that miss the target; returns the script's exit status, 1 if there are any."""
     result.say(f"Missed, {target}: {', '.join(missed)}." if missed else f"All cases reach the target, {target}.")
     return 1 if missed else 0

@@ -1,4 +1,4 @@
-"""Models of a given number of parameters and their data, for the benchmarks of training."""
+"""Models of a given number of parameters, with data, for the training benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ByteTransformer(torch.nn.Module):
         return self.head(self.layers(hidden, mask=mask, is_causal=True))
 
     def loss(self, model: torch.nn.Module, rank: int, step: int, batch: int) -> torch.Tensor:
-        """Cross-entropy of `model` (this module, wrapped or not) on data that differ for every rank and step."""
+        """Returns the cross-entropy of `model` (this module, wrapped or not) on data of this rank and step."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         tokens = torch.randint(VOCABULARY, (batch, self.context + 1), generator=generator)
         logits = model(tokens[:, :-1])
@@ -35,15 +35,15 @@ class ByteTransformer(torch.nn.Module):
 
 
 def byte_transformer() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
-    """For `bagua bench record`: the model, and a function of it that runs one forward and returns the loss."""
+    """Returns a model and a function that runs one forward and returns the loss, for `bagua bench record`."""
     model = ByteTransformer()
     return model, lambda wrapped: model.loss(wrapped, rank=0, step=0, batch=8)
 
 
 class WideLayers(torch.nn.Module):
-    """Square linear layers, almost only weights: `num_bytes` of float32 parameters, little to compute.
+    """A stack of square linear layers with `num_bytes` of float32 parameters and little to compute.
 
-    Where `is_reversed`, they are used in the order that a wrapper does not expect, last to first.
+    If `is_reversed`, they are used from last to first, which a wrapper does not expect.
     """
 
     def __init__(self, num_bytes: int, width: int = 2048, is_reversed: bool = False) -> None:
@@ -52,7 +52,7 @@ class WideLayers(torch.nn.Module):
         self.is_reversed = is_reversed
         count = max(1, round(num_bytes / (4 * width * width)))
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
-        self.skipped: int | None = None  # a layer that takes no part in the output
+        self.skipped: int | None = None  # a layer that does not contribute to the output
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = list(enumerate(self.layers))
@@ -62,13 +62,13 @@ class WideLayers(torch.nn.Module):
         return x
 
     def loss(self, model: torch.nn.Module, rank: int, step: int, batch: int) -> torch.Tensor:
-        """Mean square of the outputs, for inputs that differ for every rank and step."""
+        """Returns the mean square of the outputs, for inputs of this rank and step."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         return model(torch.randn(batch, self.width, generator=generator)).square().mean()
 
 
 class _Bottleneck(torch.nn.Module):
-    """Three convolutions and the way around them (arXiv 1512.03385, figure 5 right)."""
+    """A block of three convolutions with a shortcut (arXiv 1512.03385, figure 5 right)."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -108,5 +108,5 @@ class ResNet(torch.nn.Sequential):
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all gradients."""
+    """Returns the bytes of all gradients."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -1,8 +1,8 @@
-"""Starts the ranks of a benchmark as processes of the running script, and collects what each returns.
+"""Starts the ranks of a benchmark as processes of the running script, and collects their results.
 
 A script ends with `ranks.main(measure, main)`. `main()` runs in the process that the user started and calls
-`run(world_size, options)`; that starts the same script again once per rank, where `measure(**options)` runs instead;
-what it returns (JSON) comes back by rank.
+`run(world_size, options)`. That starts the same script again once per rank, where `measure(**options)` runs instead,
+and returns the results (JSON) by rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLAG = "--as-rank"
 
 
 def main(measure: Callable[..., Any], script_main: Callable[[], None]) -> None:
-    """The last line of every script: `measure` on a rank, `script_main` in the process that the user started."""
+    """Runs `measure` on a rank, and `script_main` in the process that the user started; ends every script."""
     if sys.argv[1:2] != [_FLAG]:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every `finally` runs
         script_main()
@@ -45,7 +45,7 @@ def run(
 ) -> list[Any]:
     """Runs this script's `measure(**options)` on `world_size` ranks; returns their values by rank.
 
-    With `under_mpirun` they are started by mpirun, so that mpi4py connects them too. The rest is as in
+    With `under_mpirun` mpirun starts them, so that mpi4py connects them too. The other arguments are those of
     `bagua.replay.ranks.Ranks`.
     """
     command = [sys.executable, "-m", sys.modules["__main__"].__spec__.name, _FLAG]
@@ -60,7 +60,7 @@ def run(
 
 
 def mpirun() -> str | None:
-    """The path of mpirun where mpi4py can be imported too, otherwise None."""
+    """Returns the path of mpirun if mpi4py can be imported too, otherwise None."""
     try:
         import mpi4py  # noqa: F401
     except ImportError:

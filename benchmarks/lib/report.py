@@ -1,7 +1,7 @@
-"""Turns measurements into what every benchmark leaves behind: a table, a plot, and what they were taken on.
+"""Turns measurements into the result of a benchmark: tables, a plot, and a description of the machine.
 
-`Report` prints, and writes `<folder>/<date>-<script>.md` and `.png`. Every row carries its samples, so that minimum,
-median and maximum are of the same samples, and names the row that it is compared to.
+`Report` prints, and writes `<folder>/<date>-<script>.md` and `.png`. Every row holds its samples, so that minimum,
+median and maximum are of the same samples, and its baseline row.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 77  # the exit status of a script that was skipped, as automake has it
-_LONGEST_SUBJECT = 100  # of what a file's name may have
+_LONGEST_SUBJECT = 100  # maximum number of characters in a file's name
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses a folder of results that cannot be written, before anything is measured for it."""
+    """A parser that refuses a folder of results that cannot be written, before anything is measured."""
 
     def parse_args(self, *args: Any, **kwargs: Any) -> argparse.Namespace:
-        """The options; makes the folder."""
+        """Returns the options; makes the folder."""
         options = super().parse_args(*args, **kwargs)
         if importlib.util.find_spec("matplotlib") is None:
             self.error("results are drawn with matplotlib, which is not installed: pip install matplotlib")
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(description: str | None) -> _Parser:
-    """The options that all scripts share; `description` is the script's docstring."""
+    """Returns a parser with the options that all scripts share; `description` is the script's docstring."""
     options = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="few repetitions: to see that it works")
     options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
@@ -71,7 +71,7 @@ def parser(description: str | None) -> _Parser:
 
 @dataclass
 class Row:
-    """One case: its samples in seconds (or bytes), what it is compared to, and cells for further columns."""
+    """A row of one case: samples in seconds (or bytes), its baseline, and cells for further columns."""
 
     case: str
     samples: Sequence[float]
@@ -85,12 +85,12 @@ class Row:
 
 @dataclass
 class Table:
-    """Rows under one title.
+    """A table of rows under one title.
 
     Attributes:
-        unit: of min, p50 and max: "ms", "us", "s", "MB" (10^6) where the samples are bytes.
+        unit: the unit of min, p50 and max: "ms", "us", "s", or "MB" (10^6) if the samples are bytes.
         ratio: the ratio column is "speed-up" (baseline / case, more is better) or "relative" (case / baseline).
-        notes: lines below the table.
+        notes: the lines below the table.
     """
 
     title: str
@@ -100,7 +100,7 @@ class Table:
     notes: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        """The table in Markdown, readable as text."""
+        """Returns the table in Markdown, readable as text."""
         extra = list(dict.fromkeys(name for row in self.rows for name in row.cells))
         ratio = "ratio" if self.ratio == "speed-up" else "ratio to baseline"
         cells = [["case", f"min {self.unit}", f"p50 {self.unit}", f"max {self.unit}", ratio, *extra]]
@@ -118,14 +118,14 @@ class Table:
 
 
 class Report:
-    """What one script found out.
+    """The result of one script.
 
     Args:
         script: the script's `__file__`; its stem names the results.
-        question: what the script answers, in one line.
+        question: the question that the script answers, in one line.
         args: the parsed options of `parser`.
-        setup: further lines for the header, by name.
-        subject: what else names the results, such as the model.
+        setup: further facts for the header, by name.
+        subject: a further part of the files' names, such as the model.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Report:
         self._keep(table.lines())
 
     def say(self, *lines: str) -> None:
-        """Prints a paragraph and keeps it: what was skipped, a finding."""
+        """Prints a paragraph, such as a finding or a skipped case, and keeps it."""
         self._keep([*lines, ""])
 
     def _keep(self, lines: list[str]) -> None:
@@ -173,12 +173,12 @@ class Report:
 
 
 def bars(axis: Any, rows: Sequence[Row], title: str, label: str, scale: float) -> None:
-    """Horizontal bars of the medians, with lines from minimum to maximum."""
+    """Draws horizontal bars of the medians, with lines from minimum to maximum."""
     plots.bars(axis, [(row.case, row.samples) for row in rows], title, label, scale)
 
 
 def need_hosts(script: str) -> None:
-    """Ends a script that makes hosts from network namespaces where none can be made."""
+    """Ends a script as skipped if no hosts can be made from network namespaces."""
     reason = hosts.why_not()
     if reason is not None:
         print(f"{script} SKIPPED: {reason}.")
@@ -186,7 +186,7 @@ def need_hosts(script: str) -> None:
 
 
 def facts() -> dict[str, Any]:
-    """What a result was taken on, by name."""
+    """Returns the machine, versions and commit of a result, by name."""
     script = getattr(sys.modules["__main__"].__spec__, "name", "")
     return {**taken_on(), "commit": _commit(), "command": " ".join(["python -m", script, *sys.argv[1:]])}
 
@@ -196,6 +196,6 @@ def _commit() -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    # Results of other scripts that lie there uncommitted change nothing about what is measured.
+    # Uncommitted results of other scripts do not affect measurements.
     is_changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return (git("rev-parse", "HEAD") or "unknown") + (" with uncommitted changes" if is_changed else "")

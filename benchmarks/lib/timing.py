@@ -1,6 +1,6 @@
-"""Times several ways of doing one thing side by side: in turns, so that noise of the machine meets all of them.
+"""Times several contenders in turns, so that noise of the machine affects all of them.
 
-A sample is the mean of `inner` calls back to back. Ranks take samples in lockstep; `slowest` merges them, because a
+A sample is the mean of `inner` consecutive calls. Ranks take samples in lockstep; `slowest` merges them, because a
 collective is done when its last rank is done.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Contender:
-    """One way: `run` is timed, `prepare` (refill the input, for example) runs before every sample and is not."""
+    """A contender: `run` is timed; `prepare`, which may refill the input, runs untimed before every sample."""
 
     run: Callable[[], None]
     prepare: Callable[[], None] = lambda: None
@@ -26,9 +26,9 @@ def interleaved(
     inner: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Per contender `wall` and `cpu`: seconds per call of this process, all its threads, one number per repetition.
+    """Returns `wall` and `cpu` seconds per call of this process (all threads), per contender and repetition.
 
-    One more round comes first and is thrown away: connections, page faults, workspaces.
+    A first round is discarded, because it opens connections, faults pages and allocates workspaces.
     """
     samples = {name: {"wall": [], "cpu": []} for name in contenders}
     for repetition in range(repetitions + 1):
@@ -46,10 +46,10 @@ def interleaved(
 
 
 def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Sample by sample the slowest rank's time."""
+    """Returns the slowest rank's time, sample by sample."""
     return [max(values) for values in zip(*per_rank, strict=True)]
 
 
 def total(per_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Sample by sample the sum over ranks."""
+    """Returns the sum over ranks, sample by sample."""
     return [sum(values) for values in zip(*per_rank, strict=True)]

@@ -1,8 +1,8 @@
-"""How long does an all_reduce take between processes of one host, compared with gloo and OpenMPI?
+"""Measures an all_reduce between processes of one host, compared with gloo and OpenMPI.
 
-float32, 8 bytes to 100 MB, 2 and 4 ranks: memory of bagua.empty (what every bucket of with_bagua is), ordinary
-tensors, two codecs, and TCP instead of shared memory. All contenders take turns in the same processes; a sample is
-the slowest rank's time. OpenMPI joins where mpi4py can be imported and mpirun is there.
+float32, 8 bytes to 100 MB, 2 and 4 ranks: memory of bagua.empty (as in all buckets of with_bagua), ordinary tensors,
+two codecs, and TCP instead of shared memory. All contenders take turns in the same processes; a sample is the slowest
+rank's time. OpenMPI takes part if mpi4py can be imported and mpirun is found.
 
     .venv/bin/python -m benchmarks.micro.all_reduce [--ranks 2 4] [--sizes 8 1000 16e6] [--no-mpi] [--quick]
 """
@@ -21,13 +21,13 @@ _COLOURS = {name: f"C{i}" for i, name in enumerate((GLOO, MPI, *SHM, "bagua tcp"
 
 
 def measure(sizes: list[int], names: list[str], repetitions: int) -> dict[str, dict]:
-    """On a rank: samples by size and contender."""
+    """Measures on a rank; returns samples by size and contender."""
     import bagua
 
     initialise()
     samples = {}
     for size in sizes:
-        # Short ones are cheap to repeat and suffer most from noise.
+        # Short calls are cheap to repeat and most affected by noise.
         samples[str(size)] = timing.interleaved(
             contenders.verified(names, size),
             repetitions=repetitions * (3 if size <= 100_000 else 1),
@@ -39,7 +39,7 @@ def measure(sizes: list[int], names: list[str], repetitions: int) -> dict[str, d
 
 
 def rows_of(size: int, per_rank: list[dict]) -> list[report.Row]:
-    """One row per contender, gloo first, to which the others are compared."""
+    """Returns one row per contender, with gloo first as the baseline."""
     rows: list[report.Row] = []
     for name in per_rank[0][str(size)]:
         samples = timing.slowest([of_rank[str(size)][name]["wall"] for of_rank in per_rank])
@@ -51,7 +51,7 @@ def rows_of(size: int, per_rank: list[dict]) -> list[report.Row]:
 
 
 def spell(size: int) -> str:
-    """8 B, 4 KB, 100 MB (decimal)."""
+    """Formats a size, such as 8 B, 4 KB, 100 MB (decimal)."""
     for unit, factor in (("MB", 1_000_000), ("KB", 1_000)):
         if size >= factor:
             return f"{size / factor:g} {unit}"
@@ -59,7 +59,7 @@ def spell(size: int) -> str:
 
 
 def plot(axis, title: str, names: list[str], sizes: list[int], rows: list[report.Row]) -> None:
-    """Time over size, a line for each contender."""
+    """Draws time over size, a line for each contender."""
     for position, name in enumerate(names):
         medians = [row.p50 * 1e3 for row in rows[position :: len(names)]]
         style = {"color": _COLOURS[name], "ls": "--" if name in (GLOO, MPI) else "-"}

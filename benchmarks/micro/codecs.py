@@ -1,10 +1,9 @@
-"""How fast are the codecs, compared with memcpy on one core?
+"""Compares the speed of the codecs with memcpy on one core.
 
-encode, decode and, where the codec offers it to Python, decode_add of every registered codec, and of some with other
-options than their defaults, on 64 MB and 1 MB of float32, in turns with memcpy of the same tensor (copy_ into an
-existing one). The rate is bytes of float32 per second. encode and decode return new memory on every call; so that the
-system's page faults are not what is measured, malloc is told to keep memory that was freed, and from the second call on
-the buffers are warm.
+encode, decode and decode_add of every registered codec, and of some with other than default options, are timed on 64 MB
+and 1 MB of float32, in turns with memcpy of the same tensor (copy_ into an existing one). The rate is bytes of float32
+per second. encode and decode return new memory on every call; to exclude the system's page faults, malloc is configured
+to keep freed memory, so that the buffers are warm from the second call on.
 
     .venv/bin/python -m benchmarks.micro.codecs [--sizes 64e6 1e6] [--codecs bf16 qsgd:bits=4] [--quick]
 """
@@ -18,12 +17,12 @@ from benchmarks.lib import ranks, report, timing
 
 MEMCPY = "memcpy"
 WITH_OPTIONS = ("qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256")
-# glibc: no memory from mmap, which goes back to the system when it is freed, and none returned from the heap's end.
+# Makes glibc use no mmap, whose memory is returned when it is freed, and return no memory from the heap's end.
 _WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def measure(sizes: list[int], names: list[str], repetitions: int) -> dict[str, dict]:
-    """In a process of its own, bound to one core: samples by size and operation."""
+    """Measures in a separate process, bound to one core; returns samples by size and operation."""
     import torch
 
     import bagua
@@ -44,7 +43,7 @@ def measure(sizes: list[int], names: list[str], repetitions: int) -> dict[str, d
 
 
 def _operations(codec, x) -> dict[str, Callable[[], object]]:
-    """What is timed, each of it just checked against the codec's own bound."""
+    """Returns the timed operations, after checking each against the codec's bound."""
     import torch
 
     encoded = codec.encode(x)
@@ -65,7 +64,7 @@ def _operations(codec, x) -> dict[str, Callable[[], object]]:
 
 
 def rows_of(size: int, samples: dict[str, dict]) -> list[report.Row]:
-    """memcpy first, to which the others are compared."""
+    """Returns rows, with memcpy first as the baseline."""
     rows: list[report.Row] = []
     for name, values in samples.items():
         row = report.Row(f"{size / 1e6:g} MB, {name}", values["wall"], rows[0] if rows else None)

@@ -1,10 +1,10 @@
-"""What does the congestion control of TCP cost a collective between hosts?
+"""Measures the cost of TCP's congestion controls in a collective between hosts.
 
-Hosts are network namespaces on this machine (needs root). The same all_reduce again and again under each congestion
-control that this kernel has: "auto", bagua's default, "system", and by name (BAGUA_TCP_CONGESTION). gloo, whose
-connections have the system's, runs before in the same processes. Each has the links to itself for as long as it is
-measured, and a sample is the mean over some ten seconds, because BBR pauses that often, and not if it was idle in
-between. "limit" is 2(n-1)/n * bytes / rate, what no full-precision all_reduce can beat.
+Hosts are network namespaces on this machine (needs root). The same all_reduce is repeated under each congestion control
+of this kernel: "auto", bagua's default, "system", and by name (BAGUA_TCP_CONGESTION). gloo, whose connections use the
+system's, runs before in the same processes. Each has the links to itself while it is measured. A sample is the mean
+over about ten seconds, because BBR pauses that often, but not after idle time. "limit" is 2(n-1)/n * bytes / rate, the
+lower bound of any full-precision all_reduce.
 
     sudo .venv/bin/python -m benchmarks.micro.congestion [--hosts 4] [--rate 1000] [--quick]
 """
@@ -18,13 +18,13 @@ from benchmarks.lib.contenders import GLOO, verified
 from benchmarks.micro.tcp_hosts import limit_s
 
 OURS = "bagua tcp"
-_SIZE = 100_000_000  # bytes of the tensor
+_SIZE = 100_000_000  # bytes
 _SAMPLE_S = 10.0
 _MOST_CALLS = 40  # per sample: every SUM in place multiplies by the number of ranks
 
 
 def measure(size: int, inner: int, repetitions: int) -> dict[str, dict]:
-    """On a rank: samples by contender."""
+    """Measures on a rank; returns samples by contender."""
     import bagua
 
     initialise()

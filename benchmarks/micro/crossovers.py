@@ -1,9 +1,9 @@
-"""From which size on does which algorithm of a collective win, and is that where the selector's thresholds are?
+"""Finds the sizes at which a collective's fastest algorithm changes, and compares them with the default thresholds.
 
-Each threshold is set so high that the algorithm for small messages always runs, then so low that it never does
+Each threshold is set so high that the algorithm for small messages always runs, then so low that it never runs
 (BAGUA_THRESHOLDS), the two in turns, over sizes around the default. The crossover is the largest size up to which the
-small algorithm wins; where it lies far from the default, on the network that you care about, set the threshold. Ranks
-of one host, and hosts with links of 1 Gbit/s where network namespaces can be made (root).
+small algorithm wins. If it is far from the default on your network, set the threshold. Measured are ranks of one host,
+and hosts with links of 1 Gbit/s if network namespaces can be made (root).
 
     .venv/bin/python -m benchmarks.micro.crossovers [--ranks 4] [--quick]
 """
@@ -24,7 +24,7 @@ SIZES = tuple(1 << exponent for exponent in range(10, 22))  # 1 KiB to 2 MiB
 
 @dataclass(frozen=True)
 class Case:
-    """A threshold, the call that it decides, and the two algorithms; sizes are of what the threshold counts."""
+    """A threshold, the call that it affects, and the two algorithms; sizes count as the threshold does."""
 
     threshold: str
     call: str
@@ -51,7 +51,7 @@ BETWEEN_HOSTS = (
 
 
 def measure(call: str, sizes: list[int], repetitions: int) -> dict[str, list[float]]:
-    """On a rank: seconds per call by size, for whatever the thresholds in the environment choose."""
+    """Measures on a rank, with the thresholds of the environment; returns seconds per call by size."""
     import torch
 
     import bagua
@@ -71,7 +71,7 @@ def measure(call: str, sizes: list[int], repetitions: int) -> dict[str, list[flo
 
 
 def _prepare(call: str, numel: int) -> Callable[[], None]:
-    """The call on zeros, so that sums in place stay what they are."""
+    """Returns the call on zeros, whose sums in place stay zero."""
     import bagua
 
     size = bagua.get_world_size()
@@ -86,7 +86,7 @@ def _prepare(call: str, numel: int) -> Callable[[], None]:
 
 
 def rows_of(case: Case, sizes: list[int], small: list[list[dict]], large: list[list[dict]]) -> list[report.Row]:
-    """One row per size: the large algorithm's time, compared to the small one's."""
+    """Returns one row per size: the large algorithm's time, compared with the small one's."""
     rows = []
     for size in sizes:
         times = [
@@ -100,7 +100,7 @@ def rows_of(case: Case, sizes: list[int], small: list[list[dict]], large: list[l
 
 
 def crossover(rows: list[report.Row], sizes: list[int]) -> int:
-    """The size up to which the small algorithm has won more than it has lost: robust against one noisy size."""
+    """Returns the size up to which the small algorithm wins more often than it loses, robust against a noisy size."""
     gains = [0.0]
     for row in rows:
         gains.append(gains[-1] + statistics.median(row.samples) - row.baseline.p50)
@@ -109,7 +109,7 @@ def crossover(rows: list[report.Row], sizes: list[int]) -> int:
 
 
 def run_case(case: Case, num_ranks: int, sizes: list[int], args, **where) -> list[report.Row]:
-    """Both algorithms, in turns."""
+    """Runs both algorithms in turns."""
     runs: dict[int, list[list[dict]]] = {ALWAYS: [], NEVER: []}
     for _ in range(1 if args.quick else 3):
         for value, taken in runs.items():

@@ -1,9 +1,9 @@
-"""How long does the smallest all_reduce take between processes of one host, call by call?
+"""Measures the smallest all_reduce between processes of one host, call by call.
 
-8 bytes over shared memory, 2 and 4 ranks: memory of bagua.empty, an ordinary tensor, gloo and, where mpi4py can be
-imported and mpirun is there, OpenMPI. All run in the same processes, in turns of some thousand calls, through one loop
-that times every call; a sample is the slowest rank's time of a call. OpenMPI polls while it waits; with more ranks
-than cores mpirun lets it yield.
+8 bytes over shared memory, 2 and 4 ranks: memory of bagua.empty, an ordinary tensor, gloo and, if mpi4py can be
+imported and mpirun is found, OpenMPI. All run in the same processes, in turns of some thousand calls, through one loop
+that times every call; a sample is the slowest rank's time of a call. OpenMPI polls while it waits; with more ranks than
+cores mpirun makes it yield.
 
     .venv/bin/python -m benchmarks.micro.latency [--ranks 2 4] [--turns 7] [--no-mpi] [--quick]
 """
@@ -27,11 +27,11 @@ NOTES = [
 
 
 def measure(names: list[str], turns: int, calls: int) -> dict[str, dict]:
-    """On a rank, by contender: `wall`, the nanoseconds of every call by turn, and `cpu`, those of a call by turn."""
+    """Measures on a rank; returns per contender and turn `wall`, nanoseconds of every call, and `cpu`, the mean."""
     import bagua
 
     initialise()
-    # Sums in place grow until they are infinite; an addition takes as long then.
+    # Sums in place grow to infinity, which does not change the time of an addition.
     verified = contenders.verified(names, BYTES)
     samples: dict[str, dict] = {name: {"wall": [], "cpu": []} for name in names}
     for _ in range(turns):
@@ -47,7 +47,7 @@ def measure(names: list[str], turns: int, calls: int) -> dict[str, dict]:
 
 
 def time_calls(run, calls: int) -> list[int]:
-    """Nanoseconds of each of `calls` calls, back to back."""
+    """Returns the nanoseconds of each of `calls` consecutive calls."""
     now = time.perf_counter_ns
     taken = [0] * calls
     for call in range(calls):
@@ -58,7 +58,7 @@ def time_calls(run, calls: int) -> list[int]:
 
 
 def rows_of(names: list[str], per_rank: list[dict]) -> list[report.Row]:
-    """One row per contender, the one first to which the others are compared."""
+    """Returns one row per contender, with the baseline first."""
     rows: list[report.Row] = []
     for name in names:
         turns = [timing.slowest(of_ranks) for of_ranks in zip(*(of[name]["wall"] for of in per_rank), strict=True)]

@@ -1,10 +1,10 @@
-"""How close does an all_reduce between hosts come to what their links can carry, and what do codecs gain?
+"""Compares an all_reduce between hosts with the limit of their links, and measures the gain of codecs.
 
-Hosts are network namespaces on this machine (needs root): two with links as fast as the machine can make them, where
-the cost of moving a byte counts, and two and four with links of 1 Gbit/s, where only the number of bytes counts.
-"limit" is 2(n-1)/n * bytes / rate, what no full-precision all_reduce can beat; "plain sockets" is one TCP stream from
-every host to the next one, for the same bytes: what headers and the shaper leave of that rate. gloo runs in the same
-processes, in turns. CPU time is that of all ranks, user and system, per byte of the tensor.
+Hosts are network namespaces on this machine (needs root): two with unshaped links, where the cost of moving a byte
+counts, and two and four with links of 1 Gbit/s, where only the number of bytes counts. "limit" is 2(n-1)/n * bytes /
+rate, the lower bound of any full-precision all_reduce. "plain sockets" is one TCP stream from every host to the next,
+for the same bytes, which shows the rate that headers and the shaper leave. gloo runs in the same processes, in turns.
+CPU time is that of all ranks, user and system, per byte of the tensor.
 
     sudo .venv/bin/python -m benchmarks.micro.tcp_hosts [--cases 2:max 2:1000 4:1000] [--sizes 1e6 55e6 100e6] [--quick]
 """
@@ -25,7 +25,7 @@ SIZES = {None: (1_000_000, 16_000_000, 100_000_000), 1000: (1_000_000, 55_000_00
 
 
 def measure(sizes: list[int], repetitions: int) -> dict[str, dict]:
-    """On a rank: samples by size and contender."""
+    """Measures on a rank; returns samples by size and contender."""
     import bagua
 
     initialise()
@@ -61,7 +61,7 @@ class _Ring:
             self._from, _ = listener.accept()
 
     def shift(self, num_bytes: int):
-        """Sends that many bytes to the next rank and takes as many from the one before, at the same time."""
+        """Sends that many bytes to the next rank and receives as many from the previous one, at the same time."""
         import threading
 
         outgoing, incoming = bytearray(num_bytes), memoryview(bytearray(num_bytes))
@@ -82,12 +82,12 @@ class _Ring:
 
 
 def limit_s(size: int, num_hosts: int, rate_mbit: int) -> float:
-    """The time that the bytes of a full-precision all_reduce spend on one host's link, one direction."""
+    """Returns the time of a full-precision all_reduce's bytes on one host's link, in one direction."""
     return 2 * (num_hosts - 1) / num_hosts * size * 8 / (rate_mbit * 1e6)
 
 
 def rows_of(size: int, num_hosts: int, rate_mbit: int | None, per_rank: list[dict]) -> list[report.Row]:
-    """gloo first, to which the others are compared."""
+    """Returns rows, with gloo first as the baseline."""
     rows: list[report.Row] = []
     for name in (*NAMES, PLAIN):
         samples = [of_rank[str(size)][name] for of_rank in per_rank]
@@ -107,14 +107,14 @@ def rows_of(size: int, num_hosts: int, rate_mbit: int | None, per_rank: list[dic
 
 
 def measured_rate(size: int, num_hosts: int, plain: report.Row) -> str:
-    """What plain sockets got out of a link."""
+    """Returns the rate that plain sockets reached on a link."""
     mbit = limit_s(size, num_hosts, 1) / plain.p50
     how = f"both ways at once, by the system's {hosts.system_congestion()}; bagua's is what `bagua doctor` says"
     return f"plain sockets move {mbit:.0f} Mbit/s of payload over a link, {how}"
 
 
 def parse_case(text: str) -> tuple[int, int | None]:
-    """`4:1000` -> four hosts, 1000 Mbit/s; `2:max` -> two hosts, unshaped."""
+    """Parses a case: `4:1000` is four hosts with 1000 Mbit/s, `2:max` two hosts with unshaped links."""
     count, _, rate = text.partition(":")
     if not count.isdecimal() or not (rate == "max" or (rate.isdecimal() and int(rate) > 0)):
         raise argparse.ArgumentTypeError(f"{text!r} is no case; expected HOSTS:MBIT, such as 4:1000 or 2:max")

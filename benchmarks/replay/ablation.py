@@ -1,8 +1,8 @@
-"""What does each part of the design give: overlap, buckets, the hierarchy of nodes?
+"""Measures the gain of each part of the design: overlap, buckets, the hierarchy of nodes.
 
-As in section 4.4 of the paper one of them is switched off at a time, on replayed models (`bagua bench replay`). Without
-overlap gradients are copied into their buckets, which leave when backward has ended; without buckets every tensor is a
-message; without hierarchy every rank exchanges with every other, on its own host or not. Needs root.
+As in section 4.4 of the paper, one part at a time is switched off, on replayed models (`bagua bench replay`). Without
+overlap, gradients are copied into their buckets, which are sent when backward has ended; without buckets, every tensor
+is a message; without hierarchy, every rank exchanges with every other, on its host or not. Needs root.
 
     sudo .venv/bin/python -m benchmarks.replay.ablation [--quick]
 """
@@ -16,14 +16,14 @@ from bagua.replay.command import play
 from bagua.replay.systems import ALONE
 from benchmarks.lib import report
 
-# What a row is called -> the options; the first row is the whole design.
+# Names of rows -> options; the first row is the whole design.
 _PARTS = {"": "", ", without overlap": "overlap=False", ", without buckets": "bucket_bytes=1"}
 _NODES = {", hierarchical": "hierarchical=True", ", without hierarchy": "hierarchical=False"}
 
 
 @dataclass(frozen=True)
 class Study:
-    """A case in which parts of the design are switched off."""
+    """A case with variants in which a part of the design is switched off."""
 
     case: Case
     algorithm: str
@@ -33,17 +33,17 @@ class Study:
         return f"{self.case}, {self.algorithm}"
 
     def systems(self) -> dict[str, str]:
-        """Names of the rows by system."""
+        """Returns the names of rows by system."""
         parts = _NODES if self.has_nodes else _PARTS
         return {f"{self.algorithm}:{options}".rstrip(":"): self.algorithm + name for name, options in parts.items()}
 
     def run(self, samples: int) -> list[Outcome]:
-        """Outcomes by the names of the rows; compute alone first, then the whole."""
+        """Returns outcomes by row name: compute alone first, then the whole design."""
         names = self.systems()
         return [replace(one, system=names.get(one.system, one.system)) for one in play(self.case, list(names), samples)]
 
 
-# Where the wire takes longer than compute; where tensors are many and small; where two ranks share a link.
+# Three cases: the wire takes longer than compute; tensors are many and small; two ranks share a link.
 STUDIES = (
     Study(Case("vgg16", 0.1, 4, 1, 1000), "bytegrad"),
     Study(Case("bert_large", 0.1, 4, 1, 2500), "bytegrad"),
@@ -54,7 +54,7 @@ STUDIES = (
 
 
 def rows_of(outcomes: list[Outcome]) -> list[report.Row]:
-    """Each part's absence compared with the whole."""
+    """Returns rows of the variants, compared with the whole design."""
     alone, whole, *others = outcomes
     baseline = report.Row(whole.system, whole.step_s, cells=_cells(whole))
     rows = [report.Row(alone.system, alone.step_s, cells=_cells(alone)), baseline]

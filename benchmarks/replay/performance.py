@@ -1,9 +1,9 @@
-"""What would each algorithm do for four models, on slow and fast networks, few and many hosts?
+"""Measures every algorithm on four replayed models, on slow and fast networks, with few and many hosts.
 
 Plays the cases of record by `bagua bench replay`, which adds their rows to benchmarks/results/performance.csv, from
-which benchmarks/replay/summary.py makes the table of docs/performance.md. Takes more than an hour, and needs root. Move
-the file away, or name another one, to take all of them anew. A run that was cut off goes on with `--skip`, the number
-of commands that it had finished.
+which benchmarks/replay/summary.py makes the table of docs/performance.md. Takes more than an hour, and needs root. To
+repeat all measurements, move the file away or name another one. `--skip` resumes an interrupted run: pass the number of
+commands that it had finished.
 
     sudo .venv/bin/python -m benchmarks.replay.performance [--csv FILE] [--skip 0] [--quick]
 """
@@ -31,7 +31,7 @@ COMMANDS = (
     "--profiles vgg16 bert_large gpt_124m --scale 0.1 --rates 1000 2500 5000",
     "--profiles resnet50 --scale 0.1 --rates 1000 1500 2000 2500 5000",
     f"--profiles vgg16 --scale 0.1 --hosts 2 8 --rates 1000 --systems {_SLOW}",
-    f"--profiles vgg16 resnet50 --scale 0.1 --hosts 2 --rates 5000 --systems {_FEW}",  # a core for each host
+    f"--profiles vgg16 resnet50 --scale 0.1 --hosts 2 --rates 5000 --systems {_FEW}",  # one core per host
     f"--profiles vgg16 --scale 0.1 --hosts 2 --ranks-per-host 2 --rates 1000 5000 --systems ddp ddp_fp16 ddp_bf16 "
     f"ddp_fp16:bucket_cap_mb=2.5 {_NODES}",
     "--profiles vgg16 --hosts 2 --rates 1000",

@@ -1,8 +1,8 @@
-"""From which ratio of wire to compute on does which algorithm pay?
+"""Shows the ratio of wire to compute from which each algorithm is faster.
 
 Reads the measurements of record, benchmarks/results/performance.csv, and prints the table of docs/performance.md: all
-cases with four hosts by how long float32 gradients take on the wire, over how long a step computes, and how many times
-as fast a step is as under the best of DDP and `gradient_allreduce`. `--plot` draws them.
+cases with four hosts, ordered by the time of float32 gradients on the wire over the compute of a step, with the
+speed-up over the better of DDP and `gradient_allreduce`. `--plot` draws them.
 
     .venv/bin/python -m benchmarks.replay.summary [--csv FILE] [--plot FILE]
 """
@@ -22,7 +22,7 @@ _RELAXATIONS = ("bytegrad", "qsgd:bits=4", "decentralized", "local_sgd")
 
 
 class Summary(NamedTuple):
-    """One case: where it lies, and its steps in ms by system."""
+    """A case: its ratio, and its steps in ms by system."""
 
     wire_over_compute: float
     model: str
@@ -34,13 +34,13 @@ class Summary(NamedTuple):
         return min(step_ms for system, step_ms in self.step_ms.items() if system.startswith("ddp"))
 
     def gains(self) -> list[float]:
-        """How many times as fast the relaxations are as what sends everything or casts it."""
+        """Returns the speed-ups of the relaxations over systems that send everything at full precision or cast."""
         best_ms = min(self.best_ddp_ms, self.step_ms["gradient_allreduce"])
         return [best_ms / self.step_ms[system] for system in _RELAXATIONS]
 
 
 def read(path: Path) -> list[Summary]:
-    """All cases on four hosts as they come, by the ratio; of two rows of one case and system the later one."""
+    """Reads all cases on four hosts, ordered by ratio; of two rows of a case and system the later one counts."""
     cases: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -56,7 +56,7 @@ def read(path: Path) -> list[Summary]:
 
 
 def table(summaries: Sequence[Summary]) -> list[str]:
-    """In Markdown."""
+    """Returns the table in Markdown."""
     cells = [["wire / compute", "model", "Mbit/s", "best DDP, ms", *_RELAXATIONS]]
     for one in summaries:
         gains = [f"{gain:.2f}" for gain in one.gains()]
@@ -73,7 +73,7 @@ def table(summaries: Sequence[Summary]) -> list[str]:
 
 
 def draw(summaries: Sequence[Summary], path: Path) -> None:
-    """How many times as fast as the best DDP a step is, by the ratio of wire to compute."""
+    """Draws the speed-up of a step over the best DDP, by the ratio of wire to compute."""
     figure, (axis,) = report.subplots(1)
     figure.set_size_inches(9, 5)
     ratios = [one.wire_over_compute for one in summaries]

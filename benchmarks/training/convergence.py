@@ -1,14 +1,14 @@
-"""Does training with bagua's algorithms converge as with torch DDP?
+"""Compares the convergence of bagua's algorithms with that of torch DDP.
 
 Every algorithm and its variants of interest train the CNN of examples/digits.py and the transformer of
 examples/byte_lm.py on 4 ranks of this host, with 3 seeds, and DDP over gloo does the same in the same processes.
-docs/convergence.md explains the tables, and why rows that are outside DDP's seeds are there.
+docs/convergence.md explains the tables, and the rows that are outside the range of DDP's seeds.
 
     .venv/bin/python -m benchmarks.training.convergence                                   # all of it
     .venv/bin/python -m benchmarks.training.convergence --tasks digits --algorithms qsgd  # a part: writes nothing
 
-New algorithms take part by themselves, with their defaults. What has been trained is kept in the file of `--keep`: when
-the command is given again it goes on from there.
+New algorithms are included automatically, with their defaults. Finished trainings are kept in the file of `--keep`; the
+same command resumes from there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.training.convergence_tasks import DDP, TASKS, Setup
 
 RANKS = 4
 SEEDS = (0, 1, 2)
-_OPTIMIZERS = {"qadam": "qadam"}  # what an algorithm asks for; the others step with SGD
+_OPTIMIZERS = {"qadam": "qadam"}  # optimizers of algorithms that need their own; the others step with SGD
 _ONEBIT = {"codec": "onebit", "error_feedback": True}
-# By algorithm, beside its defaults: its options, and those of Setup. Rows whose codec does not exist are skipped.
+# Variants by algorithm, in addition to its defaults: its options, and those of Setup. Unknown codecs are skipped.
 _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "bytegrad": [
         (_ONEBIT, {}),
@@ -68,7 +68,7 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
 
 
 def cases() -> dict[str, Setup]:
-    """Every way of training by the name of its row."""
+    """Returns every way of training by the name of its row."""
     import bagua
 
     setups = [Setup(DDP, "sgd", {}), Setup(DDP, "adam", {})]
@@ -81,7 +81,7 @@ def cases() -> dict[str, Setup]:
 
 
 def _name(setup: Setup) -> str:
-    """Such as "qsgd bits=4, warm-up 20 %, lr x 0.5"; DDP with its optimizer."""
+    """Returns a row's name, such as "qsgd bits=4, warm-up 20 %, lr x 0.5"; DDP's has the optimizer."""
     words = [f"{option}={value}" for option, value in setup.options.items()]
     words += [f"warm-up {100 * setup.warmup:.0f} %"] if setup.warmup is not None else []
     words += [f"lr x {setup.lr_factor:g}"] if setup.lr_factor != 1 else []
@@ -92,7 +92,7 @@ def _name(setup: Setup) -> str:
 
 
 def measure(jobs: list[list[Any]], path: str) -> None:
-    """On a rank: trains every (task, case, seed); rank 0 adds a line for each to the file at `path`."""
+    """Trains every (task, case, seed) on a rank; rank 0 appends a line for each to the file at `path`."""
     import torch
     import torch.distributed as dist
 
@@ -113,7 +113,7 @@ def measure(jobs: list[list[Any]], path: str) -> None:
 
 
 def _merged(of_ranks: list[dict[str, Any]], is_loss: bool) -> dict[str, Any]:
-    """One training: what all ranks share, the mean of the bytes, the worst of what differs."""
+    """Merges one training's results of all ranks: the mean of the bytes, the worst of values that differ."""
     error = next((one["error"] for one in of_ranks if "error" in one), None)
     if error is not None:
         return {"error": error}
@@ -127,7 +127,7 @@ def _merged(of_ranks: list[dict[str, Any]], is_loss: bool) -> dict[str, Any]:
 
 
 class _Kept:
-    """The file of trainings: a line of facts, then one for each."""
+    """The file of finished trainings: a line of facts, then one line each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,7 +154,7 @@ class _Kept:
 
 
 def results(kept: _Kept, task: str, seeds: Sequence[int], names: Sequence[str]) -> list[Result]:
-    """The rows of a task's table, DDP's first; a training that failed or is not finite is lost."""
+    """Returns the rows of a task's table, DDP's first; a training that failed or is not finite counts as failed."""
     trainings = kept.trainings()
     setups = cases()
     rows: dict[str, Result] = {}
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--algorithms", nargs="+", help="or names of rows; DDP comes with them")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--keep", type=Path, help="a file for what has been trained, to go on from")
+    parser.add_argument("--keep", type=Path, help="a file of finished trainings, from which to resume")
     args = parser.parse_args()
     if args.quick:
         args.tasks, args.seeds = ["digits"], [0]
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def _chosen(parser: argparse.ArgumentParser, algorithms: Sequence[str] | None) -> list[str]:
-    """The names of rows, in the order of the table."""
+    """Returns the names of rows, in the order of the table."""
     setups = cases()
     if algorithms is None:
         return list(setups)

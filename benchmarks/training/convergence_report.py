@@ -1,4 +1,4 @@
-"""What convergence.py says of its trainings: a table for each task, and the plot."""
+"""The tables and the plot of convergence.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INSIDE, BETTER, WORSE, FAILED = "inside", "better", "worse", "diverges"
 
 @dataclass
 class Result:
-    """One row: a way of training on one task, all seeds.
+    """A row: a way of training on one task, with all seeds.
 
     Attributes:
         trainings: per seed: `curve`, `bytes`, `distance`, `alone`; or `error`.
-        errors: why there are no numbers, if there are none.
+        errors: the reasons, if there are no numbers.
         baseline: DDP with the same kind of optimizer; None for DDP itself.
     """
 
@@ -39,7 +39,7 @@ class Result:
         return statistics.fmean(one[key] for one in self.trainings)
 
     def verdict(self) -> str:
-        """Where the mean over the seeds is, seen from DDP's best and worst seed."""
+        """Compares the mean over the seeds with DDP's best and worst seed."""
         if self.errors:
             return FAILED
         if self.baseline is None:
@@ -51,7 +51,7 @@ class Result:
         return BETTER if (mean < low) == self.task.is_loss else WORSE
 
     def epochs_to_target(self) -> str:
-        """The median over the seeds of the first epoch at whose end the target is reached."""
+        """Returns the median over the seeds of the first epoch at whose end the target is reached."""
         target = self.task.target["sgd" if self.setup.optimizer == "sgd" else "adam"]
         sign = -1 if self.task.is_loss else 1
         epochs = []
@@ -65,7 +65,7 @@ class Result:
         return f"{value:.3f}" if self.task.is_loss else f"{value:.2f}"
 
     def numbers(self) -> str:
-        """Mean (best seed to worst one in ascending order), such as "98.61 (98.06 to 99.17)"."""
+        """Returns the mean and range over seeds, ascending, such as "98.61 (98.06 to 99.17)"."""
         if self.errors:
             return FAILED
         low, high = min(self.final), max(self.final)
@@ -89,14 +89,14 @@ class Result:
 
 
 def table(rows: Sequence[Result]) -> list[str]:
-    """The table of one task."""
+    """Returns the table of one task."""
     name = rows[0].task.metric.split(",")[0]
     head = ["way", name, "to DDP", "epochs", "kB per step", "of DDP's", "apart", "one rank"]
     return report.aligned([head, *(row.cells() for row in rows)])
 
 
 def plot(rows: Mapping[str, Sequence[Result]]) -> Any:
-    """The end of every training, a point per seed, over the span of DDP's seeds."""
+    """Draws the end of every training, a point per seed, over the range of DDP's seeds."""
     figure, axes = report.subplots(len(rows))
     figure.set_size_inches(7.5 * len(rows), 1 + 0.22 * max(len(of_task) for of_task in rows.values()))
     for axis, (name, of_task) in zip(axes, rows.items(), strict=True):

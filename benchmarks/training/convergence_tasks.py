@@ -1,10 +1,10 @@
-"""What convergence.py trains: the models and data of two examples, and one training of them from start to end.
+"""The tasks of convergence.py: the models and data of two examples, and one training of them from start to end.
 
-Every way of training gets the same first weights, batches and learning rates for one seed. What is evaluated is the
-mean over the ranks of weights and BatchNorm statistics: where ranks hold the same weights that is what each holds,
-where they exchange weights it is the model that the training is after.
+Every way of training gets the same first weights, batches and learning rates for a seed. The evaluated model is the
+mean over ranks of weights and BatchNorm statistics. If ranks hold the same weights, it equals each rank's; if they
+exchange weights, it is the result of the training.
 
-Evaluation goes through gloo, so that bagua counts its own bytes only, and changes nothing that training uses.
+Evaluation communicates through gloo, so that bagua counts only training's bytes, and does not affect training.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import bagua
 DDP, PLAIN = "ddp", "gradient_allreduce"
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _OWN_WARMUP = {"qadam": "warmup_steps", "local_sgd": "post_local_after"}  # options that count steps
-_RAMP = 0.05  # of the run in which the learning rate rises; from there it falls in a line, to 0 at the end
+_RAMP = 0.05  # share of the run in which the learning rate rises; then it falls linearly to 0 at the end
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way of training.
+    """A way of training.
 
     Attributes:
         algorithm: DDP, or a name from bagua.algorithms.available().
         optimizer: "sgd", with momentum 0.9, "adam" or "qadam".
-        options: the algorithm's.
-        warmup: share of the run in which gradients are averaged at full precision, by the algorithm's own warm-up or
+        options: the algorithm's options.
+        warmup: the share of the run in which gradients are averaged at full precision, by the algorithm's warm-up or
             by gradient_allreduce before it; None for the algorithm's default.
-        lr_factor: of the task's learning rate.
-        length: times the task's number of epochs.
+        lr_factor: a factor of the task's learning rate.
+        length: a factor of the task's number of epochs.
     """
 
     algorithm: str
@@ -53,14 +53,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and how long it trains.
+    """A model, its data and the length of its training.
 
     Attributes:
-        metric, is_loss: what is measured on the test data, and whether less of it is better.
-        lr: by optimizer, "sgd" or "adam": at which DDP trains well.
-        target: by optimizer: the metric whose epoch is told.
-        load: makes a Data; on a rank.
-        clip: norm that the gradient is clipped to before a step, as the example does; None for no clipping.
+        metric, is_loss: the metric on the test data; `is_loss` means that less is better.
+        lr: learning rates at which DDP trains well, by optimizer, "sgd" or "adam".
+        target: the metric whose first epoch is reported, by optimizer.
+        load: returns a Data on a rank.
+        clip: the norm to which the gradient is clipped before a step, as in the example; None for no clipping.
     """
 
     name: str
@@ -81,12 +81,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Data:
-    """What a task needs on a rank.
+    """The model and data of a task on a rank.
 
     Attributes:
-        make_model: with random weights.
-        losses: for model, seed and epoch, the loss of each of this rank's batches.
-        score: for model and a slice of the test data, the sum of the metric over it and its length.
+        make_model: returns a model with random weights.
+        losses: given model, seed and epoch, yields the loss of each of this rank's batches.
+        score: given a model and a slice of the test data, returns the sum of the metric over it and its length.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -95,7 +95,7 @@ class Data:
 
 
 def _example(name: str) -> Any:
-    """A module of examples/, which imports others of that folder."""
+    """Imports a module of examples/, which imports others of that folder."""
     sys.path.insert(0, str(_EXAMPLES))
     try:
         return importlib.import_module(name)
@@ -168,9 +168,9 @@ TASKS = {
 
 
 def train(task: Task, data: Data, setup: Setup, seed: int) -> dict[str, Any]:
-    """Trains once, in a process group of its own; what came of it on this rank, and the curve, which all share.
+    """Trains once, in a new process group; returns this rank's results, and the curve, which all ranks share.
 
-    A training that ends in an error of bagua's on any rank gives `error` instead.
+    If training raises a BaguaError on any rank, the result is `error` instead.
 
     Raises:
         RuntimeError: ranks that exchange gradients ended with different weights.
@@ -188,10 +188,10 @@ class _Training:
         self.task = task = dataclasses.replace(task, num_epochs=task.num_epochs * setup.length)
         torch.manual_seed(seed)
         self.module = data.make_model()
-        self.probe = data.make_model()  # what is evaluated
+        self.probe = data.make_model()  # the evaluated model
         self.optimizer = self._make_optimizer()
         self.model: torch.nn.Module = self.module
-        self.num_bytes_sent = 0  # before the model was wrapped the last time
+        self.num_bytes_sent = 0  # by earlier wraps of the model
         own = _OWN_WARMUP.get(setup.algorithm)
         self.warmup_epochs = 0 if own else round((setup.warmup or 0) * task.num_epochs)
         self.options = dict(setup.options)
@@ -210,7 +210,7 @@ class _Training:
             try:
                 self._wrap_at(epoch)
                 self._train_epoch(epoch)
-                # Before the end only: a pause is a round of averaging, which training without evaluation has not.
+                # Only at the end, because pausing runs a round of averaging that training without evaluation does not.
                 if epoch == self.task.num_epochs - 1 and self.setup.algorithm == "async_averaging":
                     self.module.bagua.pause()
             except bagua.BaguaError as raised:
@@ -249,7 +249,7 @@ class _Training:
 
     @torch.no_grad()
     def _score(self) -> float:
-        """The metric of `probe` over the test data, of which each rank takes its part."""
+        """Returns the metric of `probe` over the test data, of which each rank evaluates a part."""
         self.probe.eval()
         part = slice(dist.get_rank(), None, dist.get_world_size())
         total = _over_ranks(torch.tensor(self.data.score(self.probe, part), dtype=torch.float64), dist.ReduceOp.SUM)
@@ -257,7 +257,7 @@ class _Training:
 
     @torch.no_grad()
     def _ranks_apart(self) -> dict[str, float]:
-        """How far this rank's weights are from the mean, relative to it, and the metric of this rank's own model."""
+        """Returns the relative distance of this rank's weights to the mean, and the metric of this rank's model."""
         weights = torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
         is_equal = torch.equal(*(_over_ranks(weights.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)))
         exchanges = PLAIN if self.setup.algorithm == DDP else self.setup.algorithm
@@ -274,7 +274,7 @@ class _Training:
         return handle.timeline().summary()["bytes_sent"] if handle is not None else 0
 
     def _bytes_sent(self) -> dict[str, float]:
-        """Per step. DDP does not count; its gradients on a ring are what gloo sends, and what bagua compares with."""
+        """Returns the bytes sent per step. DDP does not count them, so its value is that of gradients on a ring."""
         size = dist.get_world_size()
         of_ddp = 2 * (size - 1) / size * sum(p.numel() * p.element_size() for p in self.module.parameters())
         counted = (self.num_bytes_sent + self._counted_bytes()) / self.task.num_steps
@@ -287,7 +287,7 @@ def _over_ranks(tensor: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Weights, and buffers that can be averaged."""
+    """Returns weights, and buffers that can be averaged."""
     return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
 
 

@@ -1,9 +1,9 @@
-"""How long until every surviving rank has an error, when one rank is killed, stops, or never produces a gradient?
+"""Measures the time until every surviving rank raises, when one rank is killed, stops, or never produces a gradient.
 
-Three ranks train with gradient_allreduce over shared memory and over TCP; in the middle of a backward the last one is
-killed (-9), stopped (SIGSTOP), or leaves a parameter out of its loss. Counted is the time from that moment until
-`backward()` of each other rank raises, compared with the group's timeout, of which it may take twice as much, and with
-torch DDP on gloo with the same timeout. "names it" counts the errors whose text names the rank, or the parameter.
+Three ranks train with gradient_allreduce over shared memory and over TCP. In the middle of a backward the last one is
+killed (-9), stopped (SIGSTOP), or leaves a parameter out of its loss. The time from that moment until `backward()` of
+each other rank raises may be twice the group's timeout; it is compared with torch DDP on gloo with the same timeout.
+"names it" counts the errors whose text names the rank, or the parameter.
 
     .venv/bin/python -m benchmarks.training.fault_times [--timeout 5] [--repetitions 3] [--quick]
 """
@@ -26,7 +26,7 @@ WAYS = {GLOO: {}, "bagua shm": {}, "bagua tcp": {"BAGUA_SHARED_MEMORY": "0"}}
 
 
 def measure(way: str, fault: str, timeout_s: float, moment: str) -> dict:
-    """On a rank: trains until something raises; when that was and what it says. The culprit writes to `moment`."""
+    """Trains on a rank until an error; returns its time and text. The faulty rank writes its time to `moment`."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def measure(way: str, fault: str, timeout_s: float, moment: str) -> dict:
 
 
 def _stay_until_all_have_seen(rank: int, fault: str, folder: Path, deadline: float) -> None:
-    """What a rank that exits does to the others is not measured here, so none exits before all have their error."""
+    """Waits until all ranks have an error, because the effect of a rank that exits is not measured here."""
     (folder / f"seen-{rank}").touch()
     expected = RANKS if FAULTS[fault] is None else RANKS - 1
     while len(list(folder.glob("seen-*"))) < expected and time.monotonic() < deadline:
@@ -68,7 +68,7 @@ def _stay_until_all_have_seen(rank: int, fault: str, folder: Path, deadline: flo
 
 
 def _arm(module, number: signal.Signals | None, moment: Path) -> None:
-    """Makes the next backward of this rank fail half-way; notes when."""
+    """Makes the next backward of this rank fail half-way, and records the time."""
 
     def strike(grad):
         moment.write_text(repr(time.monotonic()))
@@ -83,7 +83,7 @@ def _arm(module, number: signal.Signals | None, moment: Path) -> None:
 
 
 def run_once(way: str, fault: str, timeout_s: float) -> list[dict]:
-    """One world: what the other ranks saw, with `after`, the seconds from the fault to the error."""
+    """Runs one world; returns the errors of the other ranks, with `after`, the seconds since the fault."""
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         moment = Path(folder) / "moment"
         per_rank = ranks.run(
@@ -122,7 +122,7 @@ def main() -> None:
         f"- {fault}, {way}, rank {errors[0]['rank']}: {errors[0]['type']}: {' '.join(errors[0]['text'].split())}"
         for (fault, way), errors in seen.items()
     ]
-    result.say("What the ranks say:", "", *quotes)
+    result.say("Errors of the ranks:", "", *quotes)
     figure, axes = report.subplots(1)
     report.bars(axes[0], list(rows.values()), "from the fault to the error", "seconds", 1.0)
     axes[0].axvline(2 * args.timeout, color="tab:red", ls=":", label="twice the timeout")

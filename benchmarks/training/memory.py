@@ -1,13 +1,13 @@
-"""How much memory does wrapping a model cost at its peak, compared with DDP, and does it grow?
+"""Measures the peak memory that wrapping a model costs, compared with DDP, and its growth.
 
 Square layers with 400 MB of gradients, 2 ranks, SGD without state, a few steps with zero_grad's default; DDP has
-gradient_as_bucket_view=True. Counted is PSS, in which a page that k processes share counts 1/k for each, so that
-gradient memory in shared segments counts once. All numbers are per rank (mean) and beyond what was there when the model
-was built. The peak is the highest of the readings that the parent takes of all ranks, every 20 ms or so; VmHWM, the
-kernel's own high-water mark, misses nothing but counts shared pages once per process. The timeline's records grow until
-they are full, to some MB, which takes many steps: small operations fill them while wrapping, so that they count, and do
-not look like a leak. "codes" is the size of all encoded buckets. malloc is told to hand freed tensors back to the
-system at once; otherwise autograd's own gradients, kept or not, hide what is measured.
+gradient_as_bucket_view=True. The measure is PSS, in which a page shared by k processes counts 1/k for each, so that
+gradients in shared memory count once. All numbers are means over ranks, beyond the memory when the model was built. The
+peak is the highest reading of all ranks, which the parent takes every 20 ms or so; VmHWM, the kernel's high-water mark,
+misses nothing but counts shared pages once per process. The timeline's records grow to some MB over many steps: small
+operations fill them while wrapping, so that they count but do not look like a leak. "codes" is the size of all encoded
+buckets. malloc is configured to return freed tensors to the system at once; otherwise autograd's gradients would hide
+the difference.
 
     .venv/bin/python -m benchmarks.training.memory [--megabytes 400] [--steps 8] [--tcp] [--quick]
 """
@@ -27,12 +27,12 @@ from benchmarks.lib import models, ranks, report
 
 PLAIN, DDP, FULL, CODED = "no wrapping", "DDP gloo", "gradient_allreduce", "bytegrad"
 WAYS = (DDP, PLAIN, FULL, CODED)
-_FILLING_OPERATIONS = 20_000  # each makes 4 parts or more; the timeline keeps 65536
-_EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc; setting it also keeps it from adapting
+_FILLING_OPERATIONS = 20_000  # each records 4 parts or more; the timeline keeps 65536
+_EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc's threshold, which then also stays fixed
 
 
 def measure(runs: list[dict]) -> list[dict]:
-    """On a rank: one after the other, with the arguments of `measure_one`."""
+    """Runs `measure_one` with each of these arguments on a rank."""
     initialise()
     results = [measure_one(**run) for run in runs]
     destroy()
@@ -48,14 +48,14 @@ def measure_one(
     fills_records: bool = False,
     **model: Any,
 ) -> dict:
-    """Readings (name, time, PSS), the high-water mark since the model was built, sizes.
+    """Returns readings (name, time, PSS), the high-water mark since the model was built, and sizes.
 
     Args:
-        way: DDP, PLAIN or an algorithm.
-        momentum: of SGD; None for QAdam with two steps of warm-up.
-        options: for with_bagua.
-        fills_records: wrapping makes the timeline's records as long as they get.
-        model: for WideLayers.
+        way: DDP, PLAIN, or an algorithm.
+        momentum: the momentum of SGD; None for QAdam with two steps of warm-up.
+        options: the options of with_bagua.
+        fills_records: fill the timeline's records while wrapping.
+        model: the arguments of WideLayers.
     """
     import torch
 
@@ -65,9 +65,7 @@ def measure_one(
     torch.manual_seed(0)
     module = models.WideLayers(num_bytes, **model)
     if momentum is None:
-        groups = [
-            {"params": [p]} for p in module.parameters()
-        ]  # what a step needs for a group is freed before a reading
+        groups = [{"params": [p]} for p in module.parameters()]  # a step's memory for a group is freed before a reading
         optimizer = bagua.optim.QAdam(groups, lr=1e-6, warmup_steps=2)
     else:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=momentum)
@@ -105,7 +103,7 @@ def measure_one(
 
 
 def _fill_records() -> None:
-    """Makes the records of the default group as long as they get."""
+    """Fills the records of the default group."""
     import torch
 
     import bagua
@@ -116,7 +114,7 @@ def _fill_records() -> None:
 
 
 def pss_bytes(pid: int | str) -> int:
-    """Proportional set size of a process without mapped files, that is libraries; 0 when it has ended."""
+    """Returns the proportional set size of a process without mapped files (libraries); 0 when it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -153,7 +151,7 @@ def _verify_equal(module) -> None:
 
 
 class MemoryReadings:
-    """Of the ranks while they run, taken by the process that started them."""
+    """The memory readings of running ranks, taken by the process that started them."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[float, int]] = []
@@ -162,12 +160,12 @@ class MemoryReadings:
         self.readings.append((time.monotonic(), sum(pss_bytes(pid) for pid in pids)))
 
     def peak(self, begin: float, end: float) -> int:
-        """The highest reading between two times."""
+        """Returns the highest reading between two times."""
         return max((total for at, total in self.readings if begin <= at <= end), default=0)
 
 
 def run(args: argparse.Namespace, runs: list[dict]) -> list[dict]:
-    """One world; for each of `runs`, arguments of `measure_one`, bytes per rank beyond the built model."""
+    """Runs one world; returns bytes per rank beyond the built model, for each of `runs`, arguments of `measure_one`."""
     readings = MemoryReadings()
     sizes = {"num_bytes": int(args.megabytes * 1e6), "num_steps": args.steps}
     per_rank = ranks.run(
@@ -186,7 +184,7 @@ def _summary(of_ranks: tuple[dict, ...], readings: MemoryReadings) -> dict:
     peaks = [
         max(readings.peak(*span), total) for span, total in zip(itertools.pairwise(times), totals[1:], strict=True)
     ]
-    steady = totals[3:]  # after the second step: the buckets have been laid out anew
+    steady = totals[3:]  # after the second step, in which buckets are planned anew
     mean = 1 / len(of_ranks)
     return {
         "peak": (max(peaks) - totals[0]) * mean,
@@ -201,7 +199,7 @@ def _summary(of_ranks: tuple[dict, ...], readings: MemoryReadings) -> dict:
 
 
 def rows_of(runs: dict[str, list[dict]]) -> list[report.Row]:
-    """Peaks, compared to DDP's."""
+    """Returns rows of peaks, compared with DDP's."""
     rows: list[report.Row] = []
     for way in WAYS:
         row = report.Row(way, [run["peak"] for run in runs[way]], rows[0] if rows else None)

@@ -1,15 +1,15 @@
-"""How much memory does each algorithm add to plain training, and is that what it declares?
+"""Measures the memory that each algorithm adds to plain training, and compares it with the declared amount.
 
-Every registered algorithm with its defaults, those that have error feedback with it too, compared with the same steps
-without bagua; SGD with momentum, or QAdam with two steps of warm-up. All in one world, one after the other, so that
-what the process and the group keep is there before the first. The layers are used last to first, which a wrapper does
-not expect, so that buckets are laid out anew after the first step; and buckets are small, because what an algorithm
-needs by the bucket vanishes in a large model. Numbers are in units of the gradient bytes G. How they are taken:
-memory.py; a peak that lasts for less than 20 ms or so may be missed.
+Every registered algorithm runs with its defaults, and with error feedback if it has that, and is compared with the same
+steps without bagua; the optimizer is SGD with momentum, or QAdam with two steps of warm-up. All run in one world, one
+after the other, so that memory of the process and the group exists before the first. The layers are used last to first,
+which a wrapper does not expect, so that buckets are planned anew after the first step. Buckets are small, because an
+algorithm's memory per bucket is negligible in a large model. Numbers are in units of the gradient bytes G, measured as
+in memory.py; a peak shorter than 20 ms or so may be missed.
 
     .venv/bin/python -m benchmarks.training.memory_of_algorithms [--ranks 4] [--megabytes 34] [--steps 6] [--quick]
 
-docs/memory.md has the table, and says what its columns are.
+docs/memory.md has the table and explains its columns.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from benchmarks.lib import ranks, report
 from benchmarks.training.memory import CODED, PLAIN, measure, run
 
 _BUCKET_BYTES = 2 * 1024 * 1024
-_NOTEWORTHY = 0.1  # G, of a peak above what is kept
+_NOTEWORTHY = 0.1  # in G; a peak is reported if it is this much above the kept memory
 
 
 @dataclass(frozen=True)
 class Case:
-    """An algorithm with options, compared with the same training without it."""
+    """A case: an algorithm with options, compared with the same training without it."""
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def momentum(self) -> float | None:
-        """What chooses its optimizer."""
+        """The argument of `measure_one` that selects the optimizer."""
         return None if self.algorithm == "qadam" else 0.9
 
     def __str__(self) -> str:
@@ -43,12 +43,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Extra:
-    """What a case needs beside plain training, in units of G.
+    """The memory of a case beyond plain training, in units of G.
 
     Attributes:
-        kept: at the end of the last step.
-        peak: at the highest reading.
-        peak_in: when that was, "" where it is what is kept.
+        kept: the memory at the end of the last step.
+        peak: the memory at the highest reading.
+        peak_in: the phase of the peak, "" if it equals the kept memory.
     """
 
     case: Case
@@ -65,7 +65,7 @@ class Extra:
 
 
 def cases(is_quick: bool) -> list[Case]:
-    """Every algorithm with its defaults, and those that can with error feedback."""
+    """Returns every algorithm with its defaults, and with error feedback if it has that."""
     import bagua
 
     found = []
@@ -73,13 +73,13 @@ def cases(is_quick: bool) -> list[Case]:
         found.append(Case(name))
         cls = bagua.algorithms.get(name)
         if hasattr(cls, "error_feedback") and not is_quick:
-            states = ("bfloat16",) if cls.error_feedback else ("float32", "bfloat16")  # by default it has the first
+            states = ("bfloat16",) if cls.error_feedback else ("float32", "bfloat16")  # float32 is its default then
             found += [Case(name, {"error_feedback": True, "state_dtype": state}) for state in states]
     return found
 
 
 def measure_all(args: argparse.Namespace) -> list[Extra]:
-    """All cases in one world."""
+    """Measures all cases in one world."""
     model = {"width": 512, "is_reversed": True}
     chosen = cases(args.quick)
     first = {"way": CODED, "options": {"error_feedback": True}, **model}  # not counted
@@ -104,7 +104,7 @@ def measure_all(args: argparse.Namespace) -> list[Extra]:
 
 
 def lines_of(extras: list[Extra], args: argparse.Namespace) -> list[str]:
-    """The table, and what is to be said about it."""
+    """Returns the table, with notes."""
     lines = ["| algorithm | declared | kept | peak | peak in |", "| --- | --- | ---: | ---: | --- |"]
     for extra in extras:
         kept, peak = (f"{value + 0.0:.2f} G".replace("-0.00", "0.00") for value in (extra.kept, extra.peak))

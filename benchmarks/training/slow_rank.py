@@ -1,9 +1,9 @@
-"""The number of training steps, and how far training comes, when one rank is three times slower.
+"""Measures the steps per second, and the accuracy reached, when one rank is three times slower than the others.
 
 Four ranks train a small network on scikit-learn's digits for the same time; compute is a sleep, 10 ms on a fast rank
-and 30 ms on a slow one. Either the last rank is slow all the time, or at each step another one, drawn at random.
-Synchronous training goes at the pace of the slowest rank of each step, so torch DDP on gloo is the baseline. Beside it
-stands the accuracy of the mean of the ranks' weights on the images that were held out.
+and 30 ms on a slow one. Either the last rank is always slow, or a random rank in each step. Synchronous training has
+the pace of the slowest rank of each step, so torch DDP on gloo is the baseline. A second column has the accuracy of the
+mean of the ranks' weights on held-out images.
 
     .venv/bin/python -m benchmarks.training.slow_rank [--seconds 6] [--repetitions 3] [--quick]
 """
@@ -30,7 +30,7 @@ SLOW = ("always the same", "another one at each step")
 
 
 def measure(way: str, slow: str, seconds: float, seed: int) -> dict:
-    """On a rank: trains; steps per second of this rank, and the accuracy of the mean of all ranks' weights."""
+    """Trains on a rank; returns its steps per second, and the accuracy of the mean of all ranks' weights."""
     import torch
     import torch.distributed as dist
     from sklearn.datasets import load_digits
@@ -56,7 +56,7 @@ def measure(way: str, slow: str, seconds: float, seed: int) -> dict:
     draw, order = random.Random(seed), torch.Generator().manual_seed(100 * seed + rank)
     bagua.barrier()
     begin = time.monotonic()
-    # Ranks that step together must make as many steps: what the slowest one of each step allows.
+    # Ranks that step together make equally many steps, as the slowest rank of each step allows.
     num_steps = int(seconds / SLOW_S) if algorithm != "async_averaging" else None
     count = 0
     while time.monotonic() - begin < seconds if num_steps is None else count < num_steps:
@@ -95,7 +95,7 @@ def main() -> None:
                 ranks.run(RANKS, {"way": way, "slow": slow, "seconds": seconds, "seed": seed})
                 for seed in range(repetitions)
             ]
-            # The mean time of a step, over all ranks: fewer seconds, more data seen.
+            # The mean time of a step over all ranks: less time means more data.
             samples = [RANKS / sum(rank["per_s"] for rank in run) for run in seen]
             row = report.Row(way, samples, rows[0] if rows else None)
             row.cells = {

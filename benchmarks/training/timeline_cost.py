@@ -1,11 +1,10 @@
-"""The cost of recording the timeline, in a training step of ten buckets with 10 ms of compute.
+"""Measures the cost of recording the timeline, in a training step of ten buckets with 10 ms of compute.
 
-The compute is a sleep of 1 ms per layer in backward, so that recording has nothing to hide behind. The cost is taken in
-two ways in the same run. Counted: how often a step calls the recorder, reads the clock and writes a span into the
-engine's log, times what each takes of a processor's time; the spans are the worker thread's, which writes them beside
-backward. Compared: steps with recording and with a recorder that does nothing, in turns; the engine's log cannot be
-turned off and is in both. Ends with 1 where recording takes more than is allowed. A second table says what reading
-takes, of records of as many steps as the run has had.
+The compute is a sleep of 1 ms per layer in backward, so that no work of the step hides recording. The cost is measured
+in two ways in the same run. Counted: the calls of the recorder, reads of the clock and spans written to the engine's
+log per step, times the processor time of each; the worker thread writes the spans during backward. Compared: steps with
+recording and with a recorder that does nothing, in turns; the engine's log cannot be turned off and is in both. The
+script ends with 1 if recording exceeds its limit. A second table has the cost of reading the records of the whole run.
 
     .venv/bin/python -m benchmarks.training.timeline_cost [--ranks 2] [--tcp] [--quick]
 """
@@ -30,12 +29,12 @@ ALLOWED_SHARE = 0.01
 _COUNTED_STEPS = 8
 _READINGS = 20
 _CALLS, _SPANS = 2000, 50
-# In the Reducer: the ends of a forward, the begin of a step, of the wait, and the end.
+# The reads of the clock in the Reducer: the end of a forward, the beginning of a step and of the wait, and its end.
 _CLOCK_READINGS = 5
 
 
 def measure(repetitions: int) -> dict[str, dict]:
-    """On a rank: by algorithm, seconds per step with and without recording, and of recording alone."""
+    """Measures on a rank; returns seconds per step with and without recording, and of recording alone, by algorithm."""
     initialise()
     results = {name: _measure_one(name, repetitions) for name in ALGORITHMS}
     destroy()
@@ -46,7 +45,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
     import bagua
 
     model, train = _sleeping_model(algorithm)
-    for _ in range(3):  # the second lays out the buckets anew
+    for _ in range(3):  # buckets are planned anew in the second
         train()
     reducer = model.bagua.reducer
     real, nothing = reducer.recorder, _Nothing()
@@ -73,7 +72,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
 
 
 def _seconds_of_readings(model: Any) -> dict[str, list[float]]:
-    """Returns seconds by the call that is timed."""
+    """Returns the seconds of each way of reading."""
     import bagua
 
     calls = {"bagua.metrics.values(model)": lambda: bagua.metrics.values(model), "timeline()": model.bagua.timeline}
@@ -87,7 +86,7 @@ def _seconds_of_readings(model: Any) -> dict[str, list[float]]:
 
 
 def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
-    """A wrapped model of NUM_BUCKETS buckets, and a step of it."""
+    """Returns a wrapped model of NUM_BUCKETS buckets, and a step of it."""
     import torch
 
     import bagua
@@ -123,7 +122,7 @@ def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
 
 
 def _give(reducer: Any, recorder: Any) -> None:
-    """The reducer and the operations of its algorithm record with it from here on."""
+    """Makes the reducer, and the operations of its algorithm, use this recorder from now on."""
     reducer.recorder = reducer._bucket_group._record._recorder = recorder
 
 
@@ -144,7 +143,7 @@ class _Nothing:
 
 
 class _Counting:
-    """Counts the calls and passes them on."""
+    """A recorder that counts calls and forwards them."""
 
     def __init__(self, recorder: Any) -> None:
         self.calls: Counter[str] = Counter()
@@ -156,14 +155,14 @@ class _Counting:
 
 
 def _count(reducer: Any, train: Callable[[], None]) -> dict[str, float]:
-    """Calls per step, by what `_cost_of_calls` names them."""
+    """Returns the calls per step, by their names in `_costs_of_calls`."""
     import bagua
 
     group = bagua.get_default_group()
     real, counting = reducer.recorder, _Counting(reducer.recorder)
     _give(reducer, counting)
     num_spans = 0
-    for _ in range(_COUNTED_STEPS):  # the log is a ring: one step at a time
+    for _ in range(_COUNTED_STEPS):  # one step at a time, because the log is a ring
         group.events(clear=True)
         train()
         num_spans += len(group.events())
@@ -177,7 +176,7 @@ def _count(reducer: Any, train: Callable[[], None]) -> dict[str, float]:
 
 
 def _costs_of_calls(recorder: Any, repetitions: int) -> list[dict[str, float]]:
-    """Seconds that one call takes, by its name, again and again; the recorder's rings are full, as in a long run."""
+    """Returns the seconds of one call by name, repeatedly; the recorder's rings are full, as in a long run."""
     from bagua.testing.spans import record_spans
 
     works = (_Ended(ticket) for ticket in itertools.count())
@@ -196,7 +195,7 @@ def _costs_of_calls(recorder: Any, repetitions: int) -> list[dict[str, float]]:
         add_step()
 
     def take_costs() -> dict[str, float]:
-        # A step counts what its operations have sent: their share of it is in add_work.
+        # A step adds the bytes sent by its operations, which costs time per operation, counted in add_work.
         work_and_step = _seconds_per_call(lambda: (recorder.add_work("world", next(works), "bucket 0"), add_step()))
         step, work = _seconds_per_call(add_step), _seconds_per_call(lambda: next(works))
         return {
@@ -213,21 +212,21 @@ def _costs_of_calls(recorder: Any, repetitions: int) -> list[dict[str, float]]:
 
 
 class _Well:
-    """A group that has not failed."""
+    """A group without a failure."""
 
     @staticmethod
     def check() -> None: ...
 
 
 class _Ended:
-    """An operation that has ended, as the recorder sees it."""
+    """An operation that has ended, with the attributes that the recorder reads."""
 
     def __init__(self, ticket: int) -> None:
         self.ticket, self.sent = ticket, (1, 0)
 
 
 def _seconds_per_call(call: Callable[[], Any]) -> float:
-    """Returns processor time, less that of calling a function that does nothing."""
+    """Returns the processor time of a call, less that of an empty function."""
     seconds = []
     for function in (call, lambda: None):
         begin = time.thread_time()
@@ -238,7 +237,7 @@ def _seconds_per_call(call: Callable[[], Any]) -> float:
 
 
 def rows_of(algorithm: str, per_rank: list[dict]) -> list[report.Row]:
-    """Steps without and with recording, and recording as it was counted; of the slowest rank."""
+    """Returns rows of steps without and with recording, and of counted recording, for the slowest rank."""
     of_rank = [result[algorithm] for result in per_rank]
     bare = report.Row(
         f"{algorithm}, not recorded", timing.slowest([result["wall"]["not recorded"] for result in of_rank])
@@ -282,7 +281,7 @@ def main() -> None:
     is_allowed = {name: row.p50 < ALLOWED_SHARE * row.baseline.p50 for name, row in shares.items()}
     for name, row in shares.items():
         share, verdict = 100 * row.p50 / row.baseline.p50, "below" if is_allowed[name] else "NOT below"
-        result.say(f"{name}: {share:.2f}% of a step, {verdict} the {100 * ALLOWED_SHARE:.0f}% that are allowed.")
+        result.say(f"{name}: {share:.2f}% of a step, {verdict} the limit of {100 * ALLOWED_SHARE:.0f}%.")
     figure, axes = report.subplots(2)
     report.bars(axes[0], [row for row in rows if row not in shares.values()], "a step", "ms", 1e3)
     report.bars(axes[1], list(shares.values()), "of it recording", "us", 1e6)

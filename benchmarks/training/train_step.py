@@ -1,9 +1,9 @@
-"""How much of a training step is exposed communication, compared with torch DDP on gloo?
+"""Measures the exposed communication of a training step, compared with torch DDP on gloo.
 
 One step (zero_grad, forward, backward, SGD with momentum) of a byte-level transformer of 25.6 million parameters, on
-ranks of one host. The same model runs four ways in the same processes, step about: alone (no communication), with
-DDP, and with bagua's algorithms. Exposed communication is a step's time minus that of the step alone in the same
-round; the column "waiting" is what bagua's own timeline says the rank waited after backward's computation had ended.
+ranks of one host. The same model runs four ways in the same processes, alternating after each step: alone (no
+communication), with DDP, and with bagua's algorithms. Exposed communication is a step's time minus that of the step
+alone in the same round; the column "waiting" is the time after backward's computation from bagua's timeline.
 
     .venv/bin/python -m benchmarks.training.train_step [--ranks 2] [--batch 4] [--tcp] [--quick]
 """
@@ -21,7 +21,7 @@ WAYS = (ALONE, DDP, *ALGORITHMS)
 
 
 def measure(batch: int, repetitions: int) -> dict:
-    """On a rank: samples by way of training, and what bagua's timelines say."""
+    """Measures on a rank; returns samples by way of training, and waiting times from bagua's timelines."""
     import bagua
 
     initialise()
@@ -42,7 +42,7 @@ def measure(batch: int, repetitions: int) -> dict:
 
 
 class _Way:
-    """A model of its own that trains in one of WAYS, with the same first weights as the others."""
+    """A model that trains in one of WAYS, with the same first weights as the others."""
 
     def __init__(self, name: str, batch: int) -> None:
         import torch
@@ -69,18 +69,18 @@ class _Way:
         self.num_steps += 1
 
     def waiting(self, num_steps: int) -> list[float]:
-        """Seconds of exposed communication of the last steps, from the timeline."""
+        """Returns the seconds of exposed communication of the last steps, from the timeline."""
         return [step.exposed_ns / 1e9 for step in self.model.bagua.timeline().steps[-num_steps:]]
 
     def flat(self):
-        """All parameters in one tensor."""
+        """Returns all parameters in one tensor."""
         import torch
 
         return torch.cat([p.detach().flatten() for p in self.module.parameters()])
 
 
 def _verify(ways: dict[str, _Way]) -> None:
-    """Two steps (the second after re-bucketing): near DDP's weights, equal on all ranks, moved at all."""
+    """Checks after two steps (the second with replanned buckets) that weights moved, are equal, and close to DDP's."""
     import torch
 
     import bagua
@@ -104,7 +104,7 @@ def _verify(ways: dict[str, _Way]) -> None:
 
 
 def rows_of(per_rank: list[dict]) -> tuple[list[report.Row], list[report.Row]]:
-    """Rows of the step's time, and of its exposed communication; compared to DDP."""
+    """Returns rows of the step's time and of its exposed communication, compared with DDP."""
     steps = {
         name: report.Row(name, timing.slowest([of_rank["samples"][name]["wall"] for of_rank in per_rank]))
         for name in WAYS

@@ -11,6 +11,7 @@
 #include "csrc/common/doorbell.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/digest.h"
 #include "csrc/kernels/nonfinite.h"
 
 namespace py = pybind11;
@@ -80,6 +81,24 @@ void bind_memory(py::module_& m) {
       },
       py::arg("addresses"), py::arg("numels"), py::arg("dtypes"), py::arg("stride"),
       "Whether the tensors hold no NaN and no infinity; with a stride one element of so many is looked at.");
+  m.def(
+      "digest",
+      [](const std::vector<uintptr_t>& addresses, const std::vector<size_t>& sizes, uintptr_t digests,
+         const StreamChoice& stream) {
+        std::vector<kernels::DigestPiece> pieces;
+        pieces.reserve(addresses.size());
+        for (size_t i = 0; i < addresses.size(); ++i) {
+          collectives::require_memory("digest", {"a tensor", pointer(addresses[i]), sizes.at(i), 1});
+          pieces.push_back({pointer(addresses[i]), sizes[i]});
+        }
+        collectives::require_memory("digest", {"digests", pointer(digests), pieces.size(), sizeof(uint64_t)});
+        py::gil_scoped_release release;
+        kernels::digest(pieces.data(), static_cast<int>(pieces.size()), static_cast<uint64_t*>(pointer(digests)),
+                        chosen(stream));
+      },
+      py::arg("addresses"), py::arg("sizes"), py::arg("digests"), py::arg("stream"),
+      "Adds the digest of each tensor's bytes to its 64-bit number of `digests`; on a device it is enqueued on "
+      "`stream`.");
   m.def("is_shared", [](uintptr_t address, size_t bytes) {
     return SegmentRegistry::instance().find(pointer(address), bytes).has_value();
   });

@@ -11,6 +11,7 @@
 #include "csrc/kernels/adam.h"
 #include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/counter_rng.h"
+#include "csrc/kernels/digest.h"
 #include "csrc/kernels/fused.h"
 
 namespace bagua::kernels {
@@ -28,6 +29,7 @@ void copy_to_cold(void* destination, const void* source, size_t bytes);
 void copy_segments(const CopySegment* segments, int num_segments);
 void subtract(float* destination, const float* source, size_t numel);
 size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride);
+uint64_t digest(const void* data, size_t num_bytes);
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
@@ -86,6 +88,7 @@ void copy_to_cold(void* destination, const void* source, size_t bytes, Stream st
 void copy_segments(const CopySegment* segments, int num_segments, Stream stream);
 void subtract(float* destination, const float* source, size_t numel, Stream stream);
 void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream);
+void digest(const DigestPiece* pieces, int num_pieces, uint64_t* digests, Stream stream);
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);

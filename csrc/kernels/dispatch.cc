@@ -13,6 +13,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/digest.h"
 #include "csrc/kernels/fused.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
@@ -479,6 +480,20 @@ void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride,
   run(
       "count_nonfinite", stream, [=](auto at) { *at(count) += cpu::count_nonfinite(dtype, at(data), numel, stride); },
       [=] { cuda::count_nonfinite(dtype, data, numel, stride, count, stream); });
+}
+
+void digest(const DigestPiece* pieces, int num_pieces, uint64_t* digests, Stream stream) {
+  for (int begin = 0; begin < num_pieces; begin += kDigestMaxPieces) {
+    const std::vector<DigestPiece> some(pieces + begin, pieces + std::min(num_pieces, begin + kDigestMaxPieces));
+    const int count = static_cast<int>(some.size());
+    uint64_t* const into = digests + begin;
+    run(
+        "digest", stream,
+        [=](auto at) {
+          for (int i = 0; i < count; ++i) at(into)[i] += cpu::digest(at(some[i].data), some[i].num_bytes);
+        },
+        [=] { cuda::digest(some.data(), count, into, stream); });
+  }
 }
 
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream) {

@@ -18,6 +18,7 @@
 #include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/digest.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
@@ -683,6 +684,13 @@ std::vector<Case> all_cases() {
                    "copy_to_cold",
                    {values(DType::kF32, 1), zeros(kNumel * 4)},
                    [=](const Addresses& at, Stream stream) { copy_to_cold(at[1], at[0], kNumel * 4, stream); }});
+  cases.push_back({"digest",
+                   "digest",
+                   {values(DType::kF32, 1), values(DType::kF32, 2), zeros(16)},
+                   [=](const Addresses& at, Stream stream) {
+                     const DigestPiece pieces[] = {{at[0], kNumel * 4}, {at[1], kNumel * 4}};
+                     digest(pieces, 2, u64(at[2]), stream);
+                   }});
   cases.push_back({"subtract",
                    "subtract",
                    {values(DType::kF32, 1), values(DType::kF32, 2)},
@@ -881,7 +889,7 @@ TEST_F(Emulated, EveryKernelHasTheCpusBits) {
     }
   }
   EXPECT_EQ(runtime.counters().launches, expected_launches);
-  EXPECT_EQ(expected_launches.size(), 32u);  // the functions of backend.h
+  EXPECT_EQ(expected_launches.size(), 33u);  // the functions of backend.h
 }
 
 // copy() and fill_zero() of memory.h go to the registered runtime.

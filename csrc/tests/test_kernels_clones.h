@@ -12,6 +12,7 @@
 #include "csrc/kernels/cpu/adam.cc"
 #include "csrc/kernels/cpu/cast.cc"
 #include "csrc/kernels/cpu/copy_to_cold.cc"
+#include "csrc/kernels/cpu/digest.cc"
 #include "csrc/kernels/cpu/half.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
 #include "csrc/kernels/cpu/nonfinite.cc"
@@ -26,7 +27,8 @@
 
 namespace bagua::testing {
 
-inline bool machine_runs_clone() {
+// Static, because each file that includes this one has another BAGUA_CLONE.
+static bool machine_runs_clone() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   return std::string(BAGUA_CLONE) == "baseline" ||
          (std::string(BAGUA_CLONE) == "v3" ? __builtin_cpu_supports("x86-64-v3") : __builtin_cpu_supports("x86-64-v4"));
@@ -155,6 +157,16 @@ TEST(BAGUA_CLONE_SUITE, Subtract) {
   kernels::cpu::subtract(got.as<float>(), source.as<float>(), kCloneNumel);
   kernels::subtract(expected.as<float>(), source.as<float>(), kCloneNumel, Stream{});
   expect_same(DType::kF32, got, expected, "subtract");
+}
+
+TEST(BAGUA_CLONE_SUITE, Digest) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  Array bytes(kCloneNumel, 1);
+  fill_bits(DType::kU8, bytes.data(), kCloneNumel, 1);
+  const kernels::DigestPiece piece{bytes.data(), kCloneNumel};
+  uint64_t expected = 0;
+  kernels::digest(&piece, 1, &expected, Stream{});
+  EXPECT_EQ(kernels::cpu::digest(bytes.data(), kCloneNumel), expected);
 }
 
 TEST(BAGUA_CLONE_SUITE, CountNonfinite) {

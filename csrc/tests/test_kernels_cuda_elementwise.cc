@@ -9,6 +9,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/digest.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
@@ -21,6 +22,7 @@
 #include "csrc/kernels/cuda/cast.cu"
 #include "csrc/kernels/cuda/copy_segments.cu"
 #include "csrc/kernels/cuda/copy_to_cold.cu"
+#include "csrc/kernels/cuda/digest.cu"
 #include "csrc/kernels/cuda/nonfinite.cu"
 #include "csrc/kernels/cuda/reduce.cu"
 #include "csrc/kernels/cuda/saturating_cast.cu"
@@ -292,6 +294,25 @@ TEST_F(CudaElementwise, CountsOfNonfiniteAreTheCpus) {
       }
     }
   }
+}
+
+// Pieces of several sizes, alignments and numbers of blocks in one launch.
+TEST_F(CudaElementwise, DigestsAreTheCpus) {
+  const size_t sizes[] = {0, 1, 3, 33, 512, 1023, 1024, 1025, 8200, 65536, 65537, 200000};
+  std::vector<std::unique_ptr<DeviceArray>> arrays;
+  std::vector<kernels::DigestPiece> pieces;
+  for (size_t skew : {0, 1, 2, 4, 8}) {
+    for (size_t num_bytes : sizes) {
+      arrays.push_back(std::make_unique<DeviceArray>(random_bits(DType::kU8, num_bytes, num_bytes + skew), skew));
+      pieces.push_back({arrays.back()->data(), num_bytes});
+    }
+  }
+  std::vector<uint64_t> expected(pieces.size(), 3), got(pieces.size(), 3);
+  const size_t num_launches = counters.num_launches;
+  kernels::digest(pieces.data(), static_cast<int>(pieces.size()), expected.data(), kCpu);
+  kernels::cuda_on_fibres::digest(pieces.data(), static_cast<int>(pieces.size()), got.data(), kCudaStream);
+  EXPECT_EQ(counters.num_launches - num_launches, 1u);
+  EXPECT_EQ(got, expected);
 }
 
 TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {

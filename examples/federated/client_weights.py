@@ -1,12 +1,12 @@
-"""Learns how much each client counts: those whose labels are wrong come to count for nothing.
+"""Learns the weight of each client: clients with wrong labels end with almost none.
 
     python examples/federated/client_weights.py
     bagua run --nproc-per-node 2 examples/federated/client_weights.py
 
-Two in five clients have labels that were drawn at random. Nobody says which; the server has a few clean digits of
-its own, and in each round the loss on these is differentiated through the weighted mean of the clients' models, in the
-weights. Exit status 1 unless clients with wrong labels end with less than a tenth of the others' weight, and the test
-loss below that of equal weights.
+Two in five clients have random labels, unknown to the server. The server has a few clean digits; in each round their
+loss is differentiated with respect to the weights, through the weighted mean of the clients' models. Exit status 1
+unless clients with wrong labels end with less than a tenth of the others' weight, and the test loss is below that of
+equal weights.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ RATE = 0.1
 
 @federated.program(clients=CLIENTS)
 def weighted_round(log_weights: torch.Tensor, model: Model, digits: Digits, draws: torch.Tensor) -> Model:
-    """A round of FedAvg in which a client counts by its weight and its number of examples."""
+    """Runs a round of FedAvg in which a client counts by its weight times its number of examples."""
     local = federated.map_fn(lambda *own: train(*own, RATE), (federated.broadcast(model), digits, draws))
     return federated.reduce_weighted_mean(local, log_weights.exp() * digits.mask.sum(1))
 
 
 @federated.program(clients=CLIENTS)
 def mean_weights(log_weights: torch.Tensor, is_wrong: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of clients with wrong labels, and of the others."""
+    """Returns the mean weight of clients with wrong labels, and that of the others."""
     weights = log_weights.exp()
     return tuple(federated.reduce_weighted_mean(weights, mask.float()) for mask in (is_wrong, ~is_wrong))
 

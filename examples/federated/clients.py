@@ -1,8 +1,8 @@
-"""What the federated examples share: where they run, digits at clients, a small model, training at one client.
+"""Shared code of the federated examples: set-up, digits at clients, a small model, and training at one client.
 
 The digits are scikit-learn's, 8 x 8 pixels, 1437 to train and 360 to test. A Dirichlet draw spreads each label unevenly
-over the clients, whose tensors are padded to the longest client's. Everything is drawn by seed and client, so a run on
-several ranks computes what a run on one process does.
+over the clients, whose tensors are padded to the longest client's. Random draws depend on seed and client alone, so a
+run on several ranks computes the same as a run in one process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BATCH_SIZE = 16
 Model = dict[str, torch.Tensor]
 
 
-# ---- where the examples run
+# ---- set-up
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """With the options that all examples have."""
+    """Returns a parser with the options that all examples have."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
     made.add_argument("--seed", type=int, default=0, help="of the data, the model and every draw")
     return made
@@ -40,8 +40,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def ranks() -> Iterator[Callable[[str], None]]:
-    """The ranks of a launcher, or this process alone; gives a print of rank 0."""
-    torch.set_num_threads(1)  # as many cores as ranks, and sums in one order
+    """Initialises the ranks of a launcher, or this process alone; yields a function that prints on rank 0."""
+    torch.set_num_threads(1)  # one core per rank, and a fixed order of sums
     is_launched = "RANK" in os.environ
     if is_launched:
         bagua.init_process_group()
@@ -54,7 +54,7 @@ def ranks() -> Iterator[Callable[[str], None]]:
 
 
 def finish(say: Callable[[str], None], claim: str, *, holds: bool, **values: Any) -> None:
-    """The last lines: whether the example shows what it claims, and its values as JSON. Exit status 1 if not."""
+    """Prints the claim of the example, with its values as JSON; exits with status 1 if it does not hold."""
     say(f"{'shown' if holds else 'NOT shown'}: {claim}")
     say(json.dumps(values))
     if not holds:
@@ -65,12 +65,12 @@ def finish(say: Callable[[str], None], claim: str, *, holds: bool, **values: Any
 
 
 class Digits(NamedTuple):
-    """Of one client, or placed: one more axis in front.
+    """The digits of one client, or of all (placed), with one more leading axis.
 
     Attributes:
         images: [longest, 64], 0 to 1.
         labels: [longest].
-        mask: [longest], which rows are digits; the others are padding.
+        mask: [longest], True for rows that are digits; the others are padding.
     """
 
     images: torch.Tensor
@@ -79,7 +79,7 @@ class Digits(NamedTuple):
 
 
 def load_digits(seed: int, alpha: float = ALPHA) -> tuple[Digits, torch.Tensor, torch.Tensor]:
-    """The digits of this rank's clients, and the images and labels of the test, which are the server's."""
+    """Loads the digits of this rank's clients, and the images and labels of the test, which are the server's."""
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
@@ -95,9 +95,9 @@ def load_digits(seed: int, alpha: float = ALPHA) -> tuple[Digits, torch.Tensor, 
 
 
 def draw_batches(seed: int, round: int, steps: int) -> torch.Tensor:
-    """Where the batches of this rank's clients come from: ``[num_local, steps, BATCH_SIZE]`` of 0 to below 1.
+    """Draws the batches of this rank's clients, ``[num_local, steps, BATCH_SIZE]`` numbers from 0 to below 1.
 
-    Clients have different numbers of examples, so they scale the draws themselves.
+    Each client scales the draws by its number of examples.
     """
     own = range(CLIENTS)[federated.local_slice(CLIENTS)]
     return sampling.per_client(lambda g: torch.rand(steps, BATCH_SIZE, generator=g), own, seed=seed, round=round)
@@ -107,7 +107,7 @@ def draw_batches(seed: int, round: int, steps: int) -> torch.Tensor:
 
 
 def make_model(seed: int) -> Model:
-    """64 pixels, 64 hidden units, 10 labels."""
+    """Returns a model of 64 pixels, 64 hidden units and 10 labels."""
     generator = sampling.generator_of(seed, "model")
     return {
         "in": torch.randn(64, 64, generator=generator) / 8,
@@ -123,7 +123,7 @@ def logits_of(model: Model, images: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(model: Model, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy."""
+    """Returns the mean cross entropy."""
     return torch.nn.functional.cross_entropy(logits_of(model, images), labels)
 
 
@@ -141,14 +141,14 @@ def train(
     rate: float | torch.Tensor,
     direction: Callable[[Model, Model], Model] = lambda gradient, now: gradient,
 ) -> Model:
-    """One client's model after a step of SGD for each of its batches.
+    """Trains a client's model with a step of SGD for each of its batches.
 
     Args:
-        model: to begin with.
-        digits: of the client.
-        draws: as of draw_batches, of the client.
-        rate: of learning.
-        direction: along which it descends, from the gradient and the model of the step.
+        model: the initial model.
+        digits: the client's digits.
+        draws: the client's draws, from draw_batches.
+        rate: the learning rate.
+        direction: returns the direction of descent, given the gradient and the model of the step.
     """
     number = digits.mask.sum()
     for draw in draws:
@@ -161,14 +161,14 @@ def train(
 
 @federated.program(clients=CLIENTS)
 def fedavg(model: Model, digits: Digits, draws: torch.Tensor, rate: float | torch.Tensor) -> Model:
-    """The mean of the clients' models, by their numbers of examples, after each has trained."""
+    """Trains at each client; returns the mean of their models, weighted by their numbers of examples."""
     local = federated.map_fn(train, (federated.broadcast(model), digits, draws, federated.broadcast(rate)))
     return federated.reduce_weighted_mean(local, digits.mask.sum(1))
 
 
 @federated.program(clients=CLIENTS)
 def mean_loss(model: Model, digits: Digits) -> torch.Tensor:
-    """Of all examples of all clients."""
+    """Returns the mean loss over all examples of all clients."""
 
     def of_client(model: Model, digits: Digits) -> metrics.Ratio:
         return metrics.cross_entropy(logits_of(model, digits.images), digits.labels, digits.mask)

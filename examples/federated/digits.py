@@ -1,12 +1,12 @@
-"""Four federated algorithms on digits whose labels are unevenly spread over 20 clients.
+"""Runs four federated algorithms on digits whose labels are unevenly spread over 20 clients.
 
     python examples/federated/digits.py --algorithm scaffold
     bagua run --nproc-per-node 2 examples/federated/digits.py --algorithm scaffold     # the same numbers
 
-fedsgd is torch.func.grad of the loss over all clients, a step a round. fedavg is the mean of models that clients
-trained for some steps (McMahan et al., arXiv 1602.05629); fedprox holds them near the server's (Li et al., arXiv
-1812.06127); scaffold corrects their steps by how each client's gradients differ from all clients' (Karimireddy et al.,
-arXiv 1910.06378). Exit status 1 if the test accuracy ends below --at-least.
+fedsgd is torch.func.grad of the loss over all clients, one step per round. fedavg is the mean of models that clients
+trained for some steps (McMahan et al., arXiv 1602.05629); fedprox keeps them close to the server's (Li et al., arXiv
+1812.06127); scaffold corrects their steps by the difference between a client's gradients and those of all clients
+(Karimireddy et al., arXiv 1910.06378). Exit status 1 if the test accuracy ends below --at-least.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from clients import (
 from bagua import federated
 from bagua.federated import optimizers
 
-SERVER = optimizers.SGD(0.5, momentum=0.9)  # of fedsgd
-RATE = 0.1  # of the clients' steps
+SERVER = optimizers.SGD(0.5, momentum=0.9)  # for fedsgd
+RATE = 0.1  # learning rate of the clients' steps
 
 
 @federated.program(clients=CLIENTS)
 def fedprox(model: Model, digits: Digits, draws: torch.Tensor, proximity: float) -> Model:
-    """fedavg where clients descend on their loss + proximity / 2 * |their model - the server's|^2."""
+    """Runs fedavg with clients that descend on their loss + proximity / 2 * |their model - the server's|^2."""
 
     def of_client(model: Model, digits: Digits, draws: torch.Tensor) -> Model:
         def direction(gradient: Model, now: Model) -> Model:
@@ -53,7 +53,7 @@ def fedprox(model: Model, digits: Digits, draws: torch.Tensor, proximity: float)
 def scaffold(
     model: Model, drift: Model, own_drift: Model, digits: Digits, draws: torch.Tensor
 ) -> tuple[Model, Model, Model]:
-    """The model, the control variate of the server and, placed, those of the clients: option II of the paper."""
+    """Returns the model and the control variates of the server and (placed) the clients: option II of the paper."""
 
     def of_client(model: Model, drift: Model, own: Model, digits: Digits, draws: torch.Tensor) -> tuple[Model, Model]:
         def direction(gradient: Model, now: Model) -> Model:

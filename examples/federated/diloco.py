@@ -1,13 +1,13 @@
-"""DiLoCo on a byte-level transformer: many local steps of AdamW between two exchanges, then a step of the server.
+"""Trains a byte-level transformer with DiLoCo: many local steps of AdamW between two exchanges, then a server step.
 
     python examples/federated/diloco.py
     bagua run --nproc-per-node 2 examples/federated/diloco.py
 
-The text of Python's standard library is cut into a part for each client. A round is broadcast, map (local steps, whose
-optimizer goes on from the client's last round) and reduce_mean of how far the clients moved; the server descends along
-that with Nesterov momentum (Douillard et al., arXiv 2311.08105). Beside it run synchronous steps, which exchange
-gradients: as many as DiLoCo has rounds, and so the same bytes, and as many as its clients have steps. Exit status 1
-unless DiLoCo's loss is the lower at equal bytes. Losses are in nats per byte, on files that are held out.
+The text of Python's standard library is split among the clients. A round is broadcast, map (local steps, whose
+optimizer continues from the client's last round) and reduce_mean of the clients' changes; the server descends along
+that mean with Nesterov momentum (Douillard et al., arXiv 2311.08105). It is compared with synchronous steps, which
+exchange gradients: as many as DiLoCo has rounds, so with the same bytes, and as many as its clients have steps. Exit
+status 1 unless DiLoCo's loss is lower at equal bytes. Losses are in nats per byte, on held-out files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from byte_lm import CONTEXT, ByteTransformer, load_text, loss_of, windows
 
 CLIENTS = 4
 WIDTH = 64
-NET = ByteTransformer(WIDTH)  # for what it computes; the parameters are given to it
+NET = ByteTransformer(WIDTH)  # only its forward is used; parameters are passed to it
 INNER = optimizers.Adam(0.004, betas=(0.9, 0.99), epsilon=1e-8)
 OUTER = optimizers.SGD(0.7, momentum=0.6, nesterov=True)
-DECAY = 0.01  # of the weights, a step: AdamW's
+DECAY = 0.01  # AdamW's weight decay
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -45,13 +45,13 @@ def adamw(model: Model, gradient: Model, state: dict) -> tuple[Model, dict]:
 
 @federated.program(clients=CLIENTS)
 def at_clients(value: dict) -> dict:
-    """Placed: the same at every client."""
+    """Places the same value at every client."""
     return federated.broadcast(value)
 
 
 @federated.program(clients=CLIENTS)
 def diloco(model: Model, states: dict, batches: Batch) -> tuple[Model, dict]:
-    """How far the clients moved from the model, the other way round, as the mean; and, placed, their optimizers."""
+    """Returns the mean of model - client's model, and (placed) the states of the clients' optimizers."""
 
     def of_client(model: Model, state: dict, batches: Batch) -> tuple[Model, dict]:
         now = model
@@ -65,7 +65,7 @@ def diloco(model: Model, states: dict, batches: Batch) -> tuple[Model, dict]:
 
 @federated.program(clients=CLIENTS)
 def mean_gradient(model: Model, batch: Batch) -> Model:
-    """Never held once per client."""
+    """Returns the mean gradient, without holding one per client."""
     arguments = (federated.broadcast(model), batch)
     return federated.map_reduce(torch.func.grad(loss_at), arguments, chunk_size=1)
 
@@ -77,7 +77,7 @@ def main() -> None:
     options.add_argument("--batch-size", type=int, default=8, help="windows per client and step")
     options.add_argument("--max-bytes", type=int, default=2_000_000, help="of the text")
     args = options.parse_args()
-    # vmap has no rule for the fused attention of CPUs; without one it would go client by client, and say so.
+    # vmap has no rule for the fused attention of CPUs; it would run client by client, with a warning.
     with ranks() as say, sdpa_kernel(SDPBackend.MATH):
         text, validation = load_text(args.max_bytes)
         held_out = windows(validation, torch.linspace(0, len(validation) - CONTEXT - 1, 128).long())
@@ -87,7 +87,7 @@ def main() -> None:
         own = torch.arange(CLIENTS)[federated.local_slice(CLIENTS)]
 
         def batches_of(round: int) -> Batch:
-            """[num_local, steps, batch_size, CONTEXT] inputs and targets."""
+            """Returns inputs and targets, [num_local, steps, batch_size, CONTEXT]."""
 
             def draw(generator: torch.Generator) -> torch.Tensor:
                 return torch.randint(part - CONTEXT, (args.steps, args.batch_size), generator=generator)

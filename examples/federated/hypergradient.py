@@ -3,9 +3,9 @@
     python examples/federated/hypergradient.py
     bagua run --nproc-per-node 2 examples/federated/hypergradient.py --mode reverse
 
-One number moves the loss, so forward mode is the way: it carries one tangent through all rounds and keeps nothing.
+Forward mode suits a derivative by one number: it carries one tangent through all rounds and stores no activations.
 Reverse mode gives the same derivative, and would give those of many numbers at once. Exit status 1 unless the tuned
-rate takes a third off the loss and both modes agree.
+rate lowers the loss by a third and both modes agree.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bagua.federated import optimizers
 
 
 def forward_mode(function: Callable, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value and derivative."""
+    """Returns the value and the derivative."""
     return torch.func.jvp(function, (at,), (torch.ones_like(at),))
 
 
 def reverse_mode(function: Callable, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value and derivative."""
+    """Returns the value and the derivative."""
     derivative, value = torch.func.grad_and_value(function)(at)
     return value, derivative
 

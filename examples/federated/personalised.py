@@ -1,11 +1,11 @@
-"""Personalised evaluation: how good the model is at each client before and after it has trained there for some steps.
+"""Evaluates the model at each client, before and after it has trained there for some steps.
 
     python examples/federated/personalised.py
     bagua run --nproc-per-node 2 examples/federated/personalised.py
 
-Each client holds a quarter of its digits back. FedAvg trains on the rest; then every client fine-tunes the model on its
-own digits, for itself, and evaluates it on those held back. The figures are over all digits held back, and so weighted
-by examples. Exit status 1 unless the personalised models are better.
+Each client holds out a quarter of its digits. FedAvg trains on the rest; then every client fine-tunes its copy of the
+model on its digits, and evaluates it on the held-out ones. The figures are over all held-out digits, so weighted by
+examples. Exit status 1 unless the personalised models are better.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RATE = 0.1
 
 @federated.program(clients=CLIENTS)
 def evaluate(model: Model, own: Digits, held_back: Digits, draws: torch.Tensor) -> tuple[dict, torch.Tensor]:
-    """Metrics over all clients, and, placed, each client's gain in accuracy; NaN where it holds nothing back."""
+    """Returns metrics over all clients, and (placed) each client's gain in accuracy; NaN without held-out digits."""
 
     def of_client(model: Model, own: Digits, held_back: Digits, draws: torch.Tensor) -> tuple[dict, torch.Tensor]:
         found = {}
@@ -53,7 +53,7 @@ def evaluate(model: Model, own: Digits, held_back: Digits, draws: torch.Tensor) 
 
 @federated.program(clients=CLIENTS)
 def count_of(placed: torch.Tensor) -> torch.Tensor:
-    """At how many clients it is true."""
+    """Returns the number of clients at which the value is true."""
     return federated.reduce_sum(placed.long())
 
 

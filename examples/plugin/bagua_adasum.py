@@ -9,9 +9,10 @@ from bagua.algorithms import Algorithm
 
 @dataclasses.dataclass(kw_only=True)
 class AdaSum(Algorithm):
-    """g <- adasum of all ranks' g, parameter by parameter: adasum(a, b) = (1 - ab / 2aa) a + (1 - ab / 2bb) b.
+    """Replaces each parameter's gradient g by the adasum of all ranks' g.
 
-    Of more ranks: adasum of both halves' adasums. Per rank (n-1) G bytes travel, and n G of memory are needed.
+    adasum(a, b) = (1 - ab / 2aa) a + (1 - ab / 2bb) b; for more ranks, it is the adasum of the adasums of both halves.
+    Each rank sends (n-1) G bytes and needs n G bytes of memory.
     """
 
     def communicate(self, bucket, group):
@@ -22,7 +23,7 @@ class AdaSum(Algorithm):
 
 
 def adasum(grads):
-    """Returns that of one parameter's gradients by rank, in float32 or wider; the same on each rank."""
+    """Returns the adasum of a parameter's gradients by rank, in float32 or wider; every rank computes the same."""
     if len(grads) == 1:
         return grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
     a, b = adasum(grads[: len(grads) // 2]), adasum(grads[len(grads) // 2 :])

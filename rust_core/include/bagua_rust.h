@@ -5,8 +5,7 @@
  * `error` itself is null, only the return value says so). On an error no output is written, unless
  * said otherwise. Pointers must be aligned, and arrays as long as the length passed with them; all
  * arrays stay the caller's and are not kept. An array may be null if its length is 0. A handle is freed
- * once and not used after that. Calls on one handle must not overlap; nothing blocks, and nothing here
- * starts a thread. */
+ * once and not used afterwards. Calls on one handle must not overlap; no call blocks or starts a thread. */
 #ifndef BAGUA_RUST_H_
 #define BAGUA_RUST_H_
 
@@ -35,7 +34,7 @@ typedef enum BaguaRustCode {
   BAGUA_RUST_RANK_OUT_OF_RANGE = 13,   /* the rank is not below the number of ranks */
   BAGUA_RUST_INVALID_BUCKETS = 14,     /* the tensors' buckets are not 0, 1, ... with at least one tensor each */
   BAGUA_RUST_NOT_LAID_OUT = 15,        /* no buckets are laid out yet */
-  BAGUA_RUST_STEP_OPEN = 16,           /* a step is open, and may not be */
+  BAGUA_RUST_STEP_OPEN = 16,           /* a step is open, but the call needs it closed */
   BAGUA_RUST_NOT_STARTED_LAST = 17,    /* the bucket is not the one that was launched or resumed last */
   BAGUA_RUST_INTERNAL = 100            /* a panic was caught; free the handle */
 } BaguaRustCode;
@@ -52,38 +51,38 @@ typedef struct BaguaTensorSpec {
 } BaguaTensorSpec;
 
 typedef struct BaguaPlanOptions {
-  uint64_t small_bucket_bytes; /* what no bucket's cap goes below; never raises one above bucket_bytes */
-  uint64_t bucket_bytes;       /* what no bucket's cap goes above, padding included */
+  uint64_t small_bucket_bytes; /* the minimum cap of a bucket; if bucket_bytes is smaller, that is the minimum */
+  uint64_t bucket_bytes;       /* the maximum cap of a bucket, padding included */
   uint64_t align_bytes;        /* a power of two and a multiple of every item size */
 } BaguaPlanOptions;
 
 typedef struct BaguaNeighbor {
   uint64_t rank;
   double weight;  /* of its values in this rank's average; 0 if they are not received */
-  bool is_source; /* whether its values are received; false for the own rank */
-  bool is_target; /* whether it is sent this rank's values; false for the own rank */
+  bool is_source; /* true if its values are received; false for the own rank */
+  bool is_target; /* true if this rank's values are sent to it; false for the own rank */
 } BaguaNeighbor;
 
-/* What is to be done next; those up to WAIT mean one bucket. */
+/* The next action for the caller; those up to WAIT concern one bucket. */
 typedef enum BaguaDecision {
-  BAGUA_NOTHING = 0,        /* now: there may be decisions after the next event */
+  BAGUA_NOTHING = 0,        /* no decision now; there may be one after the next event */
   BAGUA_LAUNCH = 1,         /* start the bucket's communication */
-  BAGUA_RESUME = 2,         /* go on with the communication of the bucket, which was suspended */
+  BAGUA_RESUME = 2,         /* continue the communication of the bucket, which was suspended */
   BAGUA_WAIT = 3,           /* wait until the bucket's communication is complete */
-  BAGUA_AGREE_ON_USE = 4,   /* start the message that tells the ranks which tensors were used */
-  BAGUA_FINALIZE_USE = 5,   /* take in what that message brought */
+  BAGUA_AGREE_ON_USE = 4,   /* start the message by which ranks agree on the tensors that were used */
+  BAGUA_FINALIZE_USE = 5,   /* apply the result of that message */
   BAGUA_SEND_BUFFERS = 6,   /* start the message with rank 0's buffers */
   BAGUA_AGREE_ON_ORDER = 7  /* agree with them on rank 0's observed order, and call bagua_step_agree */
 } BaguaDecision;
 
-/* How backward's computation ended. */
+/* The outcome of a backward's computation. */
 typedef enum BaguaOutcome {
   BAGUA_UNTOUCHED = 0,  /* no tensor became ready, so the backward was not this model's; the step is dropped */
   BAGUA_INCOMPLETE = 1, /* some tensors never became ready, and all must; the step is dropped */
   BAGUA_COMPLETE = 2    /* there are decisions to take */
 } BaguaOutcome;
 
-/* *out_num where there is no list, which is not the same as an empty one. */
+/* The value of *out_num if there is no list, which differs from an empty list. */
 #define BAGUA_NO_LIST UINT64_MAX
 
 typedef struct BaguaStep BaguaStep; /* the steps of one wrapped model, one after the other */
@@ -91,7 +90,7 @@ typedef struct BaguaStep BaguaStep; /* the steps of one wrapped model, one after
 /* Lays num_tensors tensors out in buckets. `order` (order_len == num_tensors entries) is the order in which they are
  * expected to become ready, first = ready first. By tensor, out_bucket becomes its bucket and out_offset_numel its
  * first element in there; by bucket, out_bucket_numel becomes its elements, padding included. The three have room for
- * num_tensors entries. *out_num_buckets becomes how many buckets there are; they are numbered in launch order and have
+ * num_tensors entries. *out_num_buckets becomes the number of buckets; they are numbered in launch order and have
  * at least one tensor each. In one bucket the tensor that comes earlier in `order` has the lower offset. Pure: the
  * same arguments give the same plan on every rank.
  * Errors: INVALID_ORDER, INVALID_ALIGNMENT, INVALID_BUCKET_BYTES, INVALID_ITEM_BYTES, OVERFLOW. */
@@ -99,19 +98,19 @@ int32_t bagua_plan(const BaguaTensorSpec* tensors, uint64_t num_tensors, const u
                    const BaguaPlanOptions* options, uint64_t* out_bucket, uint64_t* out_offset_numel,
                    uint64_t* out_bucket_numel, uint64_t* out_num_buckets, BaguaRustError* error);
 
-/* The step, which is told what happens and tells what is to be done next. All that ranks must do together comes in an
- * order that depends on the layout, the stage and on which buckets were suspended at which decision, not on the order
- * of this rank's events. After an error all is as before. From begin to the last decision nothing is allocated. */
+/* The step machine: events in, decisions out. The order of everything that ranks must do together depends on the
+ * layout, the stage and the decisions at which buckets were suspended, not on the order of this rank's events. After an
+ * error the state is unchanged. From begin to the last decision nothing is allocated. */
 
 /* *out_step becomes a new handle, the caller's to free, for num_tensors tensors, without a layout and in a stage that
- * launches. finds_unused: whether a backward may leave tensors out. Errors: OVERFLOW. */
+ * launches. With finds_unused, a backward may leave tensors unused. Errors: OVERFLOW. */
 int32_t bagua_step_new(uint64_t num_tensors, bool finds_unused, BaguaStep** out_step, BaguaRustError* error);
 
 /* Frees the handle. */
 int32_t bagua_step_free(BaguaStep* step, BaguaRustError* error);
 
-/* Takes a new layout: by tensor its bucket, as bagua_plan numbers them, and the ready order that it was made for. The
- * agreed order stays known; what is left of a finished step is dropped.
+/* Sets a new layout: the bucket of each tensor, as bagua_plan numbers them, and the ready order for which it was made.
+ * The agreed order is kept; the rest of a finished step is dropped.
  * Errors: STEP_OPEN, INVALID_BUCKETS, INVALID_ORDER. */
 int32_t bagua_step_lay_out(BaguaStep* step, const uint64_t* bucket_of, uint64_t bucket_of_len, const uint64_t* order,
                            uint64_t order_len, BaguaRustError* error);
@@ -126,7 +125,7 @@ int32_t bagua_step_set_stage(BaguaStep* step, int64_t stage, bool launches, bool
  * dropped. Errors: NOT_LAID_OUT. */
 int32_t bagua_step_begin(BaguaStep* step, BaguaRustError* error);
 
-/* A tensor's gradient is there. *out_has_decision: whether bagua_step_next has something to do.
+/* Marks a tensor's gradient as ready. *out_has_decision becomes true if bagua_step_next has a decision.
  * Errors: STEP_NOT_STARTED, TENSOR_OUT_OF_RANGE, ALREADY_READY. */
 int32_t bagua_step_ready(BaguaStep* step, uint64_t tensor, bool* out_has_decision, BaguaRustError* error);
 
@@ -137,23 +136,23 @@ int32_t bagua_step_ready(BaguaStep* step, uint64_t tensor, bool* out_has_decisio
  * agreed). Where the stage does not launch: after finish SEND_BUFFERS alone. */
 int32_t bagua_step_next(BaguaStep* step, uint32_t* out_decision, uint64_t* out_bucket, BaguaRustError* error);
 
-/* The communication of the bucket that was launched or resumed last goes on later. It is resumed once two more buckets
- * are launched, before the next one is, or at the end of backward, whichever comes first; of several, the one that was
- * suspended first. Errors: NOT_STARTED_LAST. */
+/* Suspends the communication of the bucket that was launched or resumed last. It is resumed after two more launches,
+ * before the next one, or at the end of backward, whichever is first; of several buckets, the one that was suspended
+ * first. Errors: NOT_STARTED_LAST. */
 int32_t bagua_step_suspended(BaguaStep* step, uint64_t bucket, BaguaRustError* error);
 
-/* Backward's computation is over: *out_outcome becomes a BaguaOutcome. The step is not open any more.
+/* Ends backward's computation: *out_outcome becomes a BaguaOutcome. The step is no longer open.
  * Errors: STEP_NOT_STARTED. */
 int32_t bagua_step_finish(BaguaStep* step, uint32_t* out_outcome, BaguaRustError* error);
 
-/* Backward raised: the step is dropped, if there is one. */
+/* Drops the step, if there is one, because backward raised. */
 int32_t bagua_step_abort(BaguaStep* step, BaguaRustError* error);
 
-/* The ranks have agreed on the ready order `order`. Errors: INVALID_ORDER. */
+/* Sets the ready order on which the ranks have agreed. Errors: INVALID_ORDER. */
 int32_t bagua_step_agree(BaguaStep* step, const uint64_t* order, uint64_t order_len, BaguaRustError* error);
 
-/* Writes whether a step is open (from begin to finish or abort), and how many buckets are launched in it, or were in
- * the last one. */
+/* Writes true if a step is open (from begin to finish or abort), and the number of buckets launched in it, or in the
+ * last one. */
 int32_t bagua_step_state(const BaguaStep* step, bool* out_is_open, uint64_t* out_num_launched, BaguaRustError* error);
 
 /* The following four write a list of tensors to out_tensors and its length to *out_num. `capacity` of the number of
@@ -164,26 +163,26 @@ int32_t bagua_step_state(const BaguaStep* step, bool* out_is_open, uint64_t* out
 int32_t bagua_step_missing(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                            BaguaRustError* error);
 
-/* All tensors, in the order in which they became ready in the last complete step, those that did not in the layout's
- * order behind them; in a new layout, in its order. */
+/* All tensors, in the order in which they became ready in the last complete step, followed by the others in the
+ * layout's order; in a new layout, in its order. */
 int32_t bagua_step_observed_order(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                                   BaguaRustError* error);
 
-/* The order that bagua_step_agree was called with last; NO_LIST before. */
+/* The order of the last call of bagua_step_agree; NO_LIST before. */
 int32_t bagua_step_agreed_order(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                                 BaguaRustError* error);
 
-/* The agreed order, while the buckets are not laid out for it; else NO_LIST. */
+/* The agreed order if the buckets are not laid out for it; else NO_LIST. */
 int32_t bagua_step_layout_due(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                               BaguaRustError* error);
 
 /* Writes the name of a topology, NUL-terminated. Topologies are numbered 0, 1, ...; the first number that is
- * TOPOLOGY_OUT_OF_RANGE is how many there are. Errors: TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
+ * TOPOLOGY_OUT_OF_RANGE is the number of topologies. Errors: TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
 int32_t bagua_topology_name(uint32_t topology, char* out_name, uint64_t capacity, BaguaRustError* error);
 
-/* Writes the ranks that `rank` of `size` ranks averages with at `step`, ascending and with the own one, to
- * out_neighbors, and their number to *out_num. Their weights add up to 1, and so do over all ranks the weights given
- * to one rank. `capacity` of `size` always suffices. Pure.
+/* Writes the ranks that `rank` of `size` ranks averages with at `step`, itself included, ascending, to out_neighbors,
+ * and their number to *out_num. Their weights add up to 1, and so do the weights that all ranks give to one rank.
+ * `capacity` of `size` always suffices. Pure.
  * Errors: TOPOLOGY_OUT_OF_RANGE, RANK_OUT_OF_RANGE, BUFFER_TOO_SMALL, and *out_num is the capacity needed. */
 int32_t bagua_topology_neighbors(uint32_t topology, uint64_t size, uint64_t rank, uint64_t step,
                                  BaguaNeighbor* out_neighbors, uint64_t capacity, uint64_t* out_num,

@@ -1,11 +1,11 @@
-//! What can go wrong in the ordering core: [`Error`] carries the values, [`ErrorCode`] is its
-//! stable number on the C ABI.
+//! The errors of the ordering core: [`Error`] carries the values, [`ErrorCode`] is its stable number
+//! on the C ABI.
 //!
-//! Invariants: a code never changes its meaning and is never reused, also where no error has it any
-//! more (8 was "there is no bucket of that index"); codes 1 to 99 are the
-//! caller's mistakes (InvalidArgument in Python), 100 and above are ours (InternalError). Each
-//! message carries the value, what was expected and what to do, in that order, because the C ABI
-//! keeps only its first 255 bytes.
+//! Invariants: a code never changes its meaning and is never reused, even if no error has it any
+//! more (8 was "there is no bucket of that index"). Codes 1 to 99 are mistakes of the caller
+//! (InvalidArgument in Python), 100 and above are bugs of bagua (InternalError). Each message carries
+//! the value, what was expected and what to do, in that order, because the C ABI keeps only its first
+//! 255 bytes.
 
 use std::fmt;
 
@@ -42,7 +42,7 @@ pub enum ErrorCode {
     InvalidBuckets = 14,
     /// No buckets are laid out yet.
     NotLaidOut = 15,
-    /// A step is open, and may not be.
+    /// A step is open, but the call needs it closed.
     StepOpen = 16,
     /// The bucket is not the one that was launched or resumed last.
     NotStartedLast = 17,

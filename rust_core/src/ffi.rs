@@ -3,10 +3,10 @@
 //!
 //! Data path: `csrc/bindings/order.cc`, `topology.cc` -> **here** -> `planner`, `step`, `topology`.
 //!
-//! Invariants: the only file with `unsafe`; a null pointer or a panic becomes an error code; on an
-//! error no output is written but `error` and, where the header says so, `out_num`. A message always
-//! ends with a NUL and is valid UTF-8. What is shared with C is `repr(C)` and holds no pointer;
-//! of what C writes only a bool may not have any bit pattern.
+//! Invariants: this is the only file with `unsafe`. A null pointer or a panic becomes an error code.
+//! On an error no output is written except `error` and, where the header says so, `out_num`. A
+//! message always ends with a NUL and is valid UTF-8. Types shared with C are `repr(C)` and hold no
+//! pointer; every bit pattern that C may write is valid, except for a bool.
 //!
 //! Proof shared by the `unsafe` blocks: the header makes the caller promise that a non-null pointer
 //! is aligned, valid for the length passed with it and not used from another thread during the
@@ -32,7 +32,7 @@ const _: () = assert!(size_of::<usize>() == size_of::<u64>());
 /// Bytes of [`BaguaRustError::message`], the terminating NUL included.
 pub const MESSAGE_BYTES: usize = 256;
 
-/// Status and message of one call, in memory of the caller.
+/// The status and message of one call, in memory of the caller.
 #[repr(C)]
 #[derive(Clone)]
 pub struct BaguaRustError {
@@ -43,7 +43,7 @@ pub struct BaguaRustError {
 }
 
 impl BaguaRustError {
-    /// The error that says `message`, cut to fit.
+    /// An error with `message`, cut to fit.
     pub fn new(code: i32, message: &str) -> Self {
         let mut len = message.len().min(MESSAGE_BYTES - 1);
         while !message.is_char_boundary(len) {
@@ -70,7 +70,7 @@ impl From<&Error> for BaguaRustError {
     }
 }
 
-/// `*out_num` of a list that there is not.
+/// The value of `*out_num` if there is no list.
 pub const BAGUA_NO_LIST: u64 = u64::MAX;
 
 /// Defines the exported functions. Each gets `error` as its last argument and runs in `guard`.
@@ -269,7 +269,7 @@ unsafe fn slot<'a, T>(pointer: *mut T, argument: &'static str) -> Result<&'a mut
     unsafe { unique(pointer.cast::<MaybeUninit<T>>(), argument) }
 }
 
-/// The caller's array of `len` entries; null is legal for none.
+/// The caller's array of `len` entries; null is legal if `len` is 0.
 unsafe fn input<'a, T>(pointer: *const T, len: u64, argument: &'static str) -> Result<&'a [T], Error> {
     let num_entries = array_len::<T>(len, argument)?;
     match (num_entries, pointer.is_null()) {
@@ -280,7 +280,7 @@ unsafe fn input<'a, T>(pointer: *const T, len: u64, argument: &'static str) -> R
     }
 }
 
-/// The caller's array of `capacity` entries; null is legal for none.
+/// The caller's array of `capacity` entries; null is legal if `capacity` is 0.
 unsafe fn output<'a, T>(
     pointer: *mut T,
     capacity: u64,
@@ -296,7 +296,7 @@ unsafe fn output<'a, T>(
     }
 }
 
-/// Writes `entries`, of which there are at most as many, to the beginning of `out`.
+/// Writes `entries`, at most as many as `out` has, to its beginning.
 fn fill<T>(out: &mut [MaybeUninit<T>], entries: impl Iterator<Item = T>) {
     out.iter_mut().zip(entries).for_each(|(slot, entry)| *slot = MaybeUninit::new(entry));
 }
@@ -310,7 +310,7 @@ fn entries<T: Copy>(list: &[T]) -> impl Iterator<Item = T> + Clone + '_ {
     list.iter().copied()
 }
 
-/// Writes the length of `list` to `out_num`, also where `out` is too short for it, and then the list.
+/// Writes the length of `list` to `out_num`, even if `out` is too short for it, and then the list.
 unsafe fn list<T>(
     argument: &'static str,
     list: Option<impl Iterator<Item = T> + Clone>,

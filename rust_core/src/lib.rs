@@ -1,8 +1,8 @@
 //! Bagua's ordering core: pure, deterministic state machines, events in and decisions out.
 //!
 //! Data path: [`planner`] turns tensor sizes and the order in which they are expected to become
-//! ready into buckets; [`step`] turns what happens in a training step into what is to be done next,
-//! in the same order on every rank; [`topology`] says who averages with whom; [`ffi`] is the C ABI
+//! ready into buckets; [`step`] turns the events of a training step into decisions, in the same order
+//! on every rank; [`topology`] chooses the ranks that average with each other; [`ffi`] is the C ABI
 //! through which the extension module uses them.
 //!
 //! Invariants: no tensor pointer, no socket, no thread, no clock, no source of randomness; no

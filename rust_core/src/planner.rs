@@ -2,61 +2,62 @@
 //!
 //! Data path: gradient sizes -> **plan** -> memory (`bagua/buckets.py`) and launch order (`step`).
 //!
-//! Invariants: a pure function, so ranks that pass the same arguments get the same plan; each
-//! tensor lies in exactly one bucket; tensors of different keys never share a bucket; every offset
-//! and every bucket size is a multiple of `align_bytes`; only a bucket with a single member is
-//! larger than its cap. The small first bucket is torch DDP's idea (`reducer.cpp`,
+//! Invariants: this is a pure function, so ranks that pass the same arguments get the same plan; each
+//! tensor is in exactly one bucket; tensors of different keys never share a bucket; every offset and
+//! every bucket size is a multiple of `align_bytes`; only a bucket with a single member is larger than
+//! its cap. The small first bucket is torch DDP's idea (`reducer.cpp`,
 //! `compute_bucket_assignment_by_size`); there a bucket closes after passing its cap, here before.
-//! After it caps double, so that the next bucket is complete before the wire is idle again; towards
-//! the end they halve, since nothing is left to compute while the last bucket is communicated.
+//! Caps double from bucket to bucket, so that the next bucket is complete before the wire is idle;
+//! towards the end they halve, since no compute is left to overlap with the last bucket.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::error::Error;
 
-/// What the planner needs to know of one tensor. Crosses the C ABI as it is.
+/// The planner's input for one tensor. The C ABI has the same struct.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct TensorSpec {
     /// Number of elements; 0 is legal.
     pub numel: u64,
-    /// Opaque class: dtype, device and the algorithm's own class, folded together by the caller.
+    /// An opaque class, made by the caller from dtype, device and the algorithm's class.
     pub key: u64,
     /// Size of one element in bytes.
     pub item_bytes: u32,
 }
 
-/// Size limits of the plan, in bytes. Crosses the C ABI as it is.
+/// The size limits of the plan, in bytes. The C ABI has the same struct.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct PlanOptions {
-    /// What no cap goes below, the first and the last bucket's of a key. It never raises one: the
-    /// smaller of this and `bucket_bytes` holds.
+    /// The minimum cap, that of the first and the last bucket of a key. If `bucket_bytes` is smaller,
+    /// that is the minimum.
     pub small_bucket_bytes: u64,
-    /// What no cap goes above, padding included.
+    /// The maximum cap, padding included.
     pub bucket_bytes: u64,
-    /// Power of two and a multiple of every item size; tensors start at multiples of it.
+    /// The alignment of tensors: a power of two and a multiple of every item size.
     pub align_bytes: u64,
 }
 
-/// The result of [`plan`]. Buckets are numbered in launch order: by the position in `order` of their
-/// last tensor; each has at least one. A tensor that comes earlier in `order` has the lower offset.
+/// The result of [`plan`]. Each bucket has at least one tensor. Buckets are numbered in launch order,
+/// by the position of their last tensor in `order`. A tensor that is earlier in `order` has the lower
+/// offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BucketPlan {
-    /// By tensor: its bucket.
+    /// The bucket of each tensor.
     pub bucket_of: Vec<usize>,
-    /// By tensor: its first element inside the bucket; without elements it may sit at the bucket's end.
+    /// The offset of each tensor inside its bucket; that of an empty tensor may be the bucket's end.
     pub offset_numel_of: Vec<u64>,
-    /// By bucket: its elements, padding included; 0 if none of its tensors has any.
+    /// The number of elements of each bucket, padding included; 0 if all its tensors are empty.
     pub bucket_numels: Vec<u64>,
 }
 
-/// Lays `tensors` out in buckets, walking them in `order` (expected to be ready first, first).
+/// Lays `tensors` out in buckets, in `order`, whose first tensor is expected to be ready first.
 ///
 /// One bucket per key is open at a time. It closes when the next tensor of its key would take it
-/// past its cap; a tensor that alone is larger than the cap closes its bucket at once. The cap is
-/// the bytes of its key that lie in earlier buckets or half of those that do not, whichever is less,
-/// padding included; but at least `small_bucket_bytes` and at most `bucket_bytes`.
+/// past its cap; a single tensor that is larger than the cap closes its bucket at once. The cap is
+/// the smaller of two sizes, padding included: the bytes of its key in earlier buckets, and half of
+/// its key's other bytes. It is at least `small_bucket_bytes` and at most `bucket_bytes`.
 ///
 /// # Errors
 /// `order` is not a permutation; `align_bytes` is not a power of two or not a multiple of an item
@@ -104,7 +105,7 @@ pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Resu
         *left = left.saturating_sub(add_bytes);
         // Exact: size_bytes is a multiple of align_bytes, which is a multiple of item_bytes.
         offset_numel_of[tensor] = bucket.size_bytes / u64::from(spec.item_bytes);
-        bucket.size_bytes += add_bytes; // no overflow: the bucket is empty or `fits` said yes
+        bucket.size_bytes += add_bytes; // no overflow: the bucket is empty or `fits` returned true
         bucket.tensors.push(tensor);
         bucket.last_position = position;
         if bucket.size_bytes > bucket.cap_bytes {
@@ -116,7 +117,7 @@ pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Resu
     let mut bucket_numels = Vec::with_capacity(closed.len());
     for (index, bucket) in closed.iter().enumerate() {
         bucket.tensors.iter().for_each(|&tensor| bucket_of[tensor] = index);
-        let item_bytes = tensors[bucket.tensors[0]].item_bytes; // of all its tensors, and it has one
+        let item_bytes = tensors[bucket.tensors[0]].item_bytes; // the same for all; there is at least one
         bucket_numels.push(bucket.size_bytes / u64::from(item_bytes)); // exact, as above
     }
     Ok(BucketPlan { bucket_of, offset_numel_of, bucket_numels })
@@ -176,7 +177,7 @@ fn check_tensors(tensors: &[TensorSpec], align_bytes: u64) -> Result<(), Error> 
     Ok(())
 }
 
-/// `order` as indices, or the error that says where it stops being a permutation.
+/// Converts `order` to indices, or returns the error that says where it is no permutation.
 pub(crate) fn check_order(order: &[u64], num_tensors: usize) -> Result<Vec<usize>, Error> {
     if order.len() != num_tensors {
         return Err(Error::OrderLength { order_len: order.len(), num_tensors });

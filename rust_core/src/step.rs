@@ -1,35 +1,35 @@
-//! The step: what happens in a training step in, what is to be done next out.
+//! The step machine: events of a training step in, decisions out.
 //!
 //! Data path: gradient hook -> tensor index -> **step** -> launch, resume, wait, agree -> algorithm and engine.
 //!
-//! Invariants: all that ranks must do together comes in one order, which depends on the layout, the
-//! stage and on which buckets were suspended at which decision, never on the order of this rank's
-//! ready events or on a time of completion. Buckets are launched strictly in the order of their
-//! numbers, each once per step, and before `finish` only when all its tensors are ready. Every
-//! launched bucket is waited for once, after it was resumed for the last time. `ready` and
-//! `next_decision` cost O(1) amortised over a step; a step allocates nothing. After an error all is
-//! as before. Not thread-safe; the caller serialises (in Python, the GIL does).
+//! Invariants: the order of everything that ranks must do together depends on the layout, the stage
+//! and the decisions at which buckets were suspended, never on the order of this rank's ready events
+//! or on a time of completion. Buckets are launched strictly in the order of their numbers, each once
+//! per step, and before `finish` only when all its tensors are ready. Every launched bucket is waited
+//! for once, after its last resumption. `ready` and `next_decision` cost O(1) amortised over a step; a
+//! step does not allocate. After an error the state is unchanged. Not thread-safe; the caller
+//! serialises calls (in Python, the GIL does).
 
 use std::collections::VecDeque;
 
 use crate::error::Error;
 use crate::planner::check_order;
 
-/// How many buckets are launched between a bucket's suspension and its resumption, unless backward ends.
+/// The number of launches between a bucket's suspension and its resumption, unless backward ends.
 pub const LAUNCHES_UNTIL_RESUME: usize = 2;
 
-/// What is to be done next.
+/// The next action for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
     /// Start this bucket's communication.
     Launch(usize),
-    /// Go on with the communication of this bucket, which was suspended.
+    /// Continue the communication of this bucket, which was suspended.
     Resume(usize),
     /// Wait until this bucket's communication is complete.
     Wait(usize),
-    /// Start the message that tells the ranks which tensors were used.
+    /// Start the message by which ranks agree on the tensors that were used.
     AgreeOnUse,
-    /// Take in what that message brought.
+    /// Apply the result of that message.
     FinalizeUse,
     /// Start the message with rank 0's buffers.
     SendBuffers,
@@ -37,15 +37,15 @@ pub enum Decision {
     AgreeOnOrder,
 }
 
-/// How the computation of a backward ended.
+/// The outcome of a backward's computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Outcome {
-    /// No tensor became ready: it was none of this model's backwards. The step is dropped.
+    /// No tensor became ready, so the backward was not of this model. The step is dropped.
     Untouched = 0,
-    /// Some tensors never became ready, and all must. The step is dropped.
+    /// Some tensors did not become ready, though all must. The step is dropped.
     Incomplete = 1,
-    /// There are decisions to take, up to the end of the step.
+    /// Decisions remain, up to the end of the step.
     Complete = 2,
 }
 
@@ -74,7 +74,7 @@ enum Phase {
 /// assert_eq!(step.ready(1), Ok(false)); // waits for bucket 0
 /// assert_eq!(step.ready(0), Ok(true));
 /// assert_eq!(step.next_decision(), Some(Launch(0)));
-/// step.suspended(0).unwrap(); // goes on after two more launches
+/// step.suspended(0).unwrap(); // continues after two more launches
 /// assert_eq!((step.next_decision(), step.next_decision()), (Some(Launch(1)), None));
 /// assert_eq!(step.ready(2), Ok(true));
 /// assert_eq!(step.finish(), Ok(Outcome::Complete));
@@ -85,30 +85,30 @@ enum Phase {
 #[derive(Debug, Clone)]
 pub struct StepMachine {
     finds_unused: bool,
-    // The stage.
+    // The stage:
     stage: Option<i64>, // None before the first
     launches: bool,
     // The layout.
     is_laid_out: bool,
-    layout_order: Vec<usize>, // the ready order that it was made for
+    layout_order: Vec<usize>, // the ready order for which it was made
     bucket_of: Vec<usize>,
     num_tensors_of: Vec<usize>, // by bucket
-    // The step.
+    // The step:
     phase: Phase,
     is_ready: Vec<bool>,
     arrivals: Vec<usize>,    // tensors in the order they became ready; capacity for all
     num_pending: Vec<usize>, // by bucket: tensors that are not ready
-    num_launched: usize,     // the buckets below are launched
-    suspended: VecDeque<(usize, usize)>, // bucket and num_launched then, first suspended first; capacity for all
-    last_started: Option<usize>,         // the bucket that may be suspended
-    // What outlives it.
+    num_launched: usize,     // buckets with lower numbers are launched
+    suspended: VecDeque<(usize, usize)>, // bucket, num_launched at that time; in order; capacity for all
+    last_started: Option<usize>, // the bucket that may be suspended
+    // Fields that outlive a step:
     observed_order: Vec<usize>, // of the last complete step, or the layout's
     agreed_order: Option<Vec<usize>>,
 }
 
 impl StepMachine {
     /// A machine for `num_tensors` tensors, in a stage that exchanges gradients, without a layout.
-    /// `finds_unused`: whether a backward may leave tensors out.
+    /// With `finds_unused`, a backward may leave tensors unused.
     pub fn new(num_tensors: usize, finds_unused: bool) -> Self {
         StepMachine {
             finds_unused,
@@ -132,8 +132,8 @@ impl StepMachine {
 
     // --- layout and stage ----------------------------------------------------------------------
 
-    /// Takes a new layout: the bucket of each tensor, buckets being numbered in launch order, and the
-    /// ready order that it was made for. What is left of a finished step is dropped.
+    /// Sets a new layout: the bucket of each tensor, where buckets are numbered in launch order, and the
+    /// ready order for which it was made. The rest of a finished step is dropped.
     ///
     /// # Errors
     /// A step is open; there is not one bucket per tensor; a bucket below the highest has no tensor;
@@ -190,12 +190,12 @@ impl StepMachine {
         Ok(())
     }
 
-    /// Whether a step is open: from `begin` to `finish` or `abort`.
+    /// Returns true if a step is open: from `begin` to `finish` or `abort`.
     pub fn is_open(&self) -> bool {
         self.phase == Phase::Backward
     }
 
-    /// The gradient of `tensor` is there. Returns whether there are decisions to take.
+    /// Marks the gradient of `tensor` as ready. Returns true if there are decisions to take.
     ///
     /// # Errors
     /// No step is open; no such tensor; the tensor is already ready in this step.
@@ -217,11 +217,11 @@ impl StepMachine {
         Ok(self.launches && (self.is_resume_due() || self.is_launch_due()))
     }
 
-    /// The communication of `bucket` goes on later; [`Decision::Resume`] tells when: once
+    /// Suspends the communication of `bucket`. [`Decision::Resume`] continues it after
     /// [`LAUNCHES_UNTIL_RESUME`] more buckets are launched, or at the end of backward.
     ///
     /// # Errors
-    /// `bucket` is not what was launched or resumed last, or is suspended already.
+    /// `bucket` was not launched or resumed last, or is suspended already.
     pub fn suspended(&mut self, bucket: u64) -> Result<(), Error> {
         match self.last_started {
             Some(last) if last as u64 == bucket => {
@@ -233,7 +233,7 @@ impl StepMachine {
         }
     }
 
-    /// Ends backward's computation, and says how; with [`Outcome::Complete`] `next_decision` goes on.
+    /// Ends backward's computation and returns its outcome; after [`Outcome::Complete`] decisions remain.
     ///
     /// # Errors
     /// No step is open.
@@ -257,7 +257,7 @@ impl StepMachine {
         Ok(Outcome::Complete)
     }
 
-    /// Drops the step, if there is one: backward raised.
+    /// Drops the step, if there is one, because backward raised.
     pub fn abort(&mut self) {
         self.drop_step();
     }
@@ -333,26 +333,26 @@ impl StepMachine {
         self.last_started = None;
     }
 
-    // --- what is known -------------------------------------------------------------------------
+    // --- state ---------------------------------------------------------------------------------
 
-    /// The tensors that are not ready, ascending; after the step's end those that never became
-    /// ready; before the first step, all.
+    /// Returns the tensors that are not ready, ascending; after the end of the step those that did not
+    /// become ready; before the first step, all.
     pub fn missing(&self) -> impl Iterator<Item = usize> + Clone + '_ {
         self.is_ready.iter().enumerate().filter(|(_, &is_ready)| !is_ready).map(|(tensor, _)| tensor)
     }
 
-    /// The buckets that are launched in this step, or were in the last one.
+    /// Returns the number of buckets launched in this step, or in the last one.
     pub fn num_launched(&self) -> usize {
         self.num_launched
     }
 
-    /// The tensors in the order in which they became ready in the last complete step, those that did
-    /// not in the layout's order behind them; in a new layout, its order.
+    /// Returns the tensors in the order in which they became ready in the last complete step, followed
+    /// by the others in the layout's order; in a new layout, its order.
     pub fn observed_order(&self) -> &[usize] {
         &self.observed_order
     }
 
-    /// The ranks have agreed on the ready order `order`.
+    /// Sets the ready order on which the ranks have agreed.
     ///
     /// # Errors
     /// `order` is no permutation.
@@ -361,18 +361,18 @@ impl StepMachine {
         Ok(())
     }
 
-    /// The agreed ready order; None while there is none.
+    /// Returns the agreed ready order; None while there is none.
     pub fn agreed_order(&self) -> Option<&[usize]> {
         self.agreed_order.as_deref()
     }
 
-    /// The agreed ready order, while the buckets are laid out for another one, or not at all.
+    /// Returns the agreed ready order if the buckets are laid out for another one, or not at all.
     pub fn layout_due(&self) -> Option<&[usize]> {
         self.agreed_order().filter(|&order| !self.is_laid_out || order != self.layout_order)
     }
 }
 
-/// `bucket_of` as indices, and the number of tensors of each bucket.
+/// Returns `bucket_of` as indices, and the number of tensors of each bucket.
 fn check_buckets(bucket_of: &[u64], num_tensors: usize) -> Result<(Vec<usize>, Vec<usize>), Error> {
     if bucket_of.len() != num_tensors {
         return Err(Error::BucketsLength { len: bucket_of.len(), num_tensors });

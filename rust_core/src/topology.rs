@@ -1,4 +1,4 @@
-//! Who averages with whom in decentralised communication, and with which weights.
+//! The neighbours with which each rank averages in decentralised communication, and their weights.
 //!
 //! Data path: algorithm -> topology, step -> **neighbourhood** -> `collectives/neighbor_average`.
 //!
@@ -12,18 +12,18 @@ use crate::error::Error;
 /// The topologies, by the names that users pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Topology {
-    /// Everybody with everybody, weight 1/n.
+    /// All ranks with all ranks, weight 1/n.
     All,
     /// Left and right neighbour and self, 1/3 each; two ranks: 1/2 each.
     Ring,
-    /// Disjoint pairs, 1/2 each, another pairing at each step, so that every rank meets many others.
-    /// Even n: rank i < n/2 meets ((s + i) mod n/2) + n/2 at step s (the pairing of the original
-    /// Bagua); after n/2 steps it has met the whole other half. Odd n: ranks with i + j = s mod n
-    /// meet, as in a round-robin tournament, and the one with 2i = s mod n keeps its values; after n
-    /// steps everybody has met everybody once.
+    /// Disjoint pairs, 1/2 each, with another pairing at each step. Even n: rank i < n/2 is paired
+    /// with ((s + i) mod n/2) + n/2 at step s (the pairing of the original Bagua); after n/2 steps it
+    /// was paired with the whole other half. Odd n: ranks with i + j = s mod n are paired, as in a
+    /// round-robin tournament, and the rank with 2i = s mod n keeps its values; after n steps all
+    /// ranks were paired once with each other.
     ShiftOne,
-    /// At step s each rank takes from the one 2^(s mod ceil(log2 n)) ranks before it, 1/2 each, and
-    /// sends to the one as far after it. If n is a power of two, log2 n steps give the exact mean.
+    /// At step s each rank averages with the rank 2^(s mod ceil(log2 n)) before it, 1/2 each, and
+    /// sends to the rank as far after it. If n is a power of two, log2 n steps give the exact mean.
     /// Source: the one-peer exponential graph of arXiv 2110.13363.
     Exponential,
 }
@@ -32,7 +32,7 @@ pub enum Topology {
 pub const TOPOLOGIES: [Topology; 4] =
     [Topology::All, Topology::Ring, Topology::ShiftOne, Topology::Exponential];
 
-/// One rank of a neighbourhood. Crosses the C ABI as it is.
+/// One rank of a neighbourhood. The C ABI has the same struct.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
 pub struct Neighbor {
@@ -40,9 +40,9 @@ pub struct Neighbor {
     pub rank: usize,
     /// The weight of its values in this rank's average; 0 if they are not received.
     pub weight: f64,
-    /// Whether its values are received. Never so for the own rank.
+    /// True if its values are received; false for the own rank.
     pub is_source: bool,
-    /// Whether it is sent this rank's values. Never so for the own rank.
+    /// True if this rank's values are sent to it; false for the own rank.
     pub is_target: bool,
 }
 
@@ -57,8 +57,8 @@ impl Topology {
         }
     }
 
-    /// The ranks, ascending and with the own one, that `rank` of `size` ranks averages with at `step`. Their
-    /// weights add up to 1.
+    /// Returns the ranks that `rank` of `size` ranks averages with at `step`, itself included, ascending.
+    /// Their weights add up to 1.
     ///
     /// # Errors
     /// `size` is 0, or `rank` is not below it.
@@ -82,7 +82,7 @@ impl Topology {
     }
 }
 
-/// The same weight for each different rank of `members`, all of which send to one another.
+/// Gives the same weight to each distinct rank of `members`, which all send to each other.
 fn average(own: usize, members: impl IntoIterator<Item = usize>) -> Vec<Neighbor> {
     let mut ranks: Vec<usize> = members.into_iter().collect();
     ranks.sort_unstable();

@@ -1,9 +1,9 @@
-//! A step allocates nothing: neither `begin`, nor `ready`, nor a decision, nor `suspended`, nor
-//! `finish`, nor the same through the C ABI.
+//! A step does not allocate: `begin`, `ready`, decisions, `suspended` and `finish`, also called
+//! through the C ABI.
 //!
 //! The counter is per thread, so the test harness's own thread does not disturb it.
 
-#![allow(clippy::declare_interior_mutable_const)] // clippy 1.63 means what thread_local! expands to
+#![allow(clippy::declare_interior_mutable_const)] // clippy 1.63 reports the expansion of thread_local!
 
 use bagua_rust::ffi::*;
 use bagua_rust::step::{Decision, Outcome, StepMachine};

@@ -14,7 +14,7 @@ use std::ptr::{null, null_mut};
 const OPTIONS: PlanOptions = PlanOptions { small_bucket_bytes: 128, bucket_bytes: 128, align_bytes: 64 };
 const NUM_TENSORS: u64 = 5;
 const ORDER: [u64; 5] = [4, 3, 2, 1, 0];
-const BUCKET_OF: [u64; 5] = [2, 1, 0, 1, 0]; // what the plan says
+const BUCKET_OF: [u64; 5] = [2, 1, 0, 1, 0]; // the expected plan
 const NO_NEIGHBOR: Neighbor = Neighbor { rank: 99, weight: 0.0, is_source: false, is_target: false };
 
 fn specs() -> Vec<TensorSpec> {
@@ -25,7 +25,7 @@ fn no_error() -> BaguaRustError {
     BaguaRustError::new(-1, "not written")
 }
 
-/// Asserts on the status, and that it is also the code; returns the message.
+/// Asserts that the status and the error's code are as expected; returns the message.
 fn expect(code: ErrorCode, status: i32, error: &BaguaRustError) -> String {
     assert_eq!((status, error.code), (code as i32, code as i32), "{}", error.text());
     error.text()

@@ -1,7 +1,7 @@
 //! The planner against an oracle in plain loops, and its invariants on random cases.
 //!
-//! The oracle is the definition of the layout: it knows nothing of open buckets and looks back over
-//! everything placed so far for each tensor. On a failure the seed of the case is printed.
+//! The oracle is the definition of the layout: it has no open buckets, but examines everything placed
+//! so far for each tensor. On a failure the seed of the case is printed.
 
 mod random;
 
@@ -58,14 +58,14 @@ fn size_bytes(case: &Case, tensor: usize) -> u64 {
     size
 }
 
-/// Buckets as lists of tensors, in launch order, by looking back over all that was placed so far.
+/// The buckets as lists of tensors, in launch order, found by examining everything placed so far.
 fn oracle_buckets(case: &Case) -> Vec<Vec<usize>> {
     let mut buckets: Vec<(Vec<usize>, bool)> = Vec::new(); // tensors, is closed
     for &entry in &case.order {
         let tensor = entry as usize;
         let key = case.tensors[tensor].key;
-        // Of the bucket that `first` opened: what of its key comes before it or half of what does
-        // not, the smaller, within the two limits.
+        // The cap of the bucket that `first` opened: the bytes of its key before it, or half of the
+        // others, whichever is smaller, within the two limits.
         let cap = |first: usize| {
             let small = case.options.small_bucket_bytes.min(case.options.bucket_bytes);
             let (mut before, mut from_it, mut is_reached) = (0, 0, false);

@@ -1,8 +1,7 @@
 //! The step against an oracle in plain loops, and its invariants on random layouts, random ready
 //! events and random suspensions. On a failure the seed of the case is printed.
 //!
-//! The oracle keeps no state but the list of what was decided, and looks all of it through for each
-//! decision.
+//! The oracle's only state is the list of decisions, which it searches for each new one.
 
 mod random;
 
@@ -12,10 +11,10 @@ use bagua_rust::step::{Decision, Decision::*, Outcome, StepMachine, LAUNCHES_UNT
 use random::{random_case, Case, SplitMix64};
 
 const NUM_CASES: u64 = 1500;
-const NUM_SLOW_CASES: u64 = 200; // where the oracle plays too
+const NUM_SLOW_CASES: u64 = 200; // cases that are compared with the oracle
 const NUM_RANKS: usize = 4;
 
-/// A random layout, and how often each of its buckets is suspended.
+/// A random layout, with the number of suspensions of each bucket.
 struct Layout {
     case: Case,
     bucket_of: Vec<u64>,
@@ -67,7 +66,7 @@ fn for_each_layout(num_cases: u64, mut check: impl FnMut(&Layout, &mut SplitMix6
     }
 }
 
-/// A decision, and how many events had come before it; `finish` is one of them.
+/// A decision, with the number of events before it; `finish` is an event.
 type Decided = Vec<(usize, Decision)>;
 
 /// Takes all decisions; a bucket is suspended after each of its first starts, as often as it yields.
@@ -100,10 +99,10 @@ fn play(step: &mut StepMachine, layout: &Layout, events: &[u64]) -> (Outcome, De
     (outcome, decided)
 }
 
-/// What is decided in a stage that exchanges gradients while no order is agreed on.
+/// The decisions in a stage that exchanges gradients while no order is agreed on.
 fn oracle(layout: &Layout, events: &[u64], finds_unused: bool) -> Decided {
     let mut decided: Decided = Vec::new();
-    // Where the bucket was started last, if it was suspended there.
+    // The last start of the bucket, if it was suspended after it.
     let suspended_at = |decided: &Decided, bucket: usize| {
         let is_start =
             |(_, decision): &(usize, Decision)| [Launch(bucket), Resume(bucket)].contains(decision);
@@ -154,7 +153,7 @@ fn without_moments(decided: &Decided) -> Vec<Decision> {
     decided.iter().map(|&(_, decision)| decision).collect()
 }
 
-/// Each decision comes at the very event that allows it, and all ranks decide the same sequence,
+/// Each decision is made at the event that first allows it, and all ranks decide the same sequence,
 /// whatever their events.
 #[test]
 fn every_rank_decides_the_same_and_as_the_oracle() {
@@ -283,7 +282,7 @@ fn replanning_from_the_observed_order_removes_all_waiting() {
     });
 }
 
-/// A step that is dropped, whatever drops it and wherever it is, leaves no trace in the next one.
+/// A dropped step has no effect on the next one, whatever dropped it and at whatever moment.
 #[test]
 fn dropped_steps_leave_no_trace() {
     for_each_layout(NUM_CASES, |layout, random, seed| {
@@ -332,7 +331,7 @@ fn dropped_steps_leave_no_trace() {
     });
 }
 
-/// Whatever is refused leaves all as it was, at any moment.
+/// A refused call changes nothing, at any moment.
 #[test]
 fn refused_events_leave_no_trace() {
     for_each_layout(NUM_SLOW_CASES, |layout, random, seed| {
@@ -386,7 +385,7 @@ fn refused_events_leave_no_trace() {
     });
 }
 
-/// Only what was launched or resumed by the last decision can be suspended, and once.
+/// Only the bucket that the last decision launched or resumed can be suspended, and only once.
 #[test]
 fn a_bucket_is_suspended_right_after_its_start() {
     let mut step = StepMachine::new(3, false);
@@ -413,7 +412,7 @@ fn a_bucket_is_suspended_right_after_its_start() {
     assert_eq!(step.suspended(0), refused(0, None));
 }
 
-/// What was not taken stays: a bucket that is to be resumed is a decision, also where none can be launched.
+/// A pending resumption is a decision even if no bucket can be launched.
 #[test]
 fn decisions_that_were_not_taken_are_told_of_again() {
     let mut step = StepMachine::new(5, false);

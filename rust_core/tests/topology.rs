@@ -119,7 +119,7 @@ fn shift_one_of_odd_sizes_meets_everybody_once() {
         for rank in 0..size {
             let mut met: Vec<usize> = (0..size as u64).map(|step| partners(size, step)[rank]).collect();
             met.sort_unstable();
-            assert_eq!(met, (0..size).collect::<Vec<_>>(), "{size}"); // itself once: it rests
+            assert_eq!(met, (0..size).collect::<Vec<_>>(), "{size}"); // itself once, in the step without a pair
         }
     }
 }

@@ -26,7 +26,7 @@ def run(script, options, folder):
 
 
 def run_as_a_rank(rank, world_size, script, folder):
-    """The exit status and what is printed, by a process that has imported torch already."""
+    """Returns the exit status and the output of a script, run in a process that has already imported torch."""
     sys.argv = [script, "--quick", "--out", str(folder)]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
         runpy.run_module(f"benchmarks.cuda.{script}", run_name="__main__")
@@ -41,7 +41,7 @@ def test_they_run(script, tmp_path):
         pytest.skip(reason)
     emulated.build()
     done = run(script, ["--device", "emulated", *SCRIPTS[script]], tmp_path)
-    # What wrapping costs is missed there: a step of some layers takes no time.
+    # The target for the cost of wrapping is missed there, because a step of few layers takes no time.
     assert done.returncode == 0 or (script == "gpu_step" and "\nMissed, " in done.stdout), done.stdout + done.stderr
     assert f"### {TITLES[script]}" in done.stdout and "not written: the device is emulated" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What all benchmarks share: ratios, where results go, and how a script says that it was skipped."""
+"""Shared code of the benchmarks: ratios, the files of results, and the message of a skipped script."""
 
 import importlib
 import os
@@ -50,7 +50,7 @@ def test_contenders_take_turns_and_the_first_round_does_not_count():
 
 
 def refused(main, options, monkeypatch, capsys):
-    """What a script says of options that it refuses."""
+    """Returns the message of a script for options that it refuses."""
     monkeypatch.setattr(sys, "argv", ["script.py", *options])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -119,8 +119,7 @@ def test_make_bench_goes_on_after_what_was_skipped_and_stops_at_what_failed(tmp_
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*/*.py")), ids=lambda path: path.stem)
-def test_a_script_begins_with_the_question_that_it_answers(path):
+def test_a_script_shows_its_command(path):
     text = path.read_text()
     if "__main__" in text and path.parent.name != "lib":
-        assert text.split("\n", 1)[0].endswith("?")
         assert f"python -m benchmarks.{path.parent.name}.{path.stem} [--" in text or path.stem == "convergence"

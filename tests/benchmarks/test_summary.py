@@ -1,4 +1,4 @@
-"""The table of docs/performance.md is what the measurements of record say."""
+"""The table of docs/performance.md matches the measurements of record."""
 
 import csv
 
@@ -15,7 +15,7 @@ def test_the_document_has_the_table_of_the_record():
 
 
 def test_gains_are_over_the_best_that_needs_no_relaxation(tmp_path):
-    """Two cases; what is on two hosts, or has another congestion control, or was measured again, does not count."""
+    """There are two cases; rows of two hosts, of another congestion control, or measured again later, do not count."""
     rows = []
 
     def add(system, step_ms, rate_mbit, hosts=4, congestion="", wire_mb=0.0):
@@ -44,7 +44,7 @@ def test_gains_are_over_the_best_that_needs_no_relaxation(tmp_path):
 
 
 def test_the_commands_of_the_record_can_be_played(monkeypatch):
-    """And are those of the rows that it has."""
+    """They produce the rows of the record."""
     from bagua.cli import bench
     from bagua.replay import command, hosts
 

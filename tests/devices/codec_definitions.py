@@ -1,9 +1,9 @@
-"""What every codec sends and what that stands for, in array operations: of NumPy, or of CuPy on a GPU.
+"""The definitions of all codecs in array operations, of NumPy, or of CuPy on a GPU.
 
-Written from the contracts, csrc/kernels/<codec>.h, and calling nothing of bagua. `xp` is the module of the arrays. Each
-operation is rounded by itself, as the contracts say: none of CuPy's is fused with another one.
+They are written from the contracts, csrc/kernels/<codec>.h, and do not call bagua. `xp` is the module of the arrays.
+Each operation is rounded separately, as in the contracts: CuPy fuses none of them.
 
-Values are float32 arrays of one dimension; what is float16 or bfloat16 was widened. Messages are uint8 arrays.
+Values are float32 arrays of one dimension; float16 and bfloat16 were widened. Messages are uint8 arrays.
 """
 
 BLOCK = 2048
@@ -11,7 +11,7 @@ NAN = 0x7FC00000
 
 
 def encode(xp, spec, x, key=0):
-    """The message for the values x."""
+    """Encodes the values x into a message."""
     name, option = _parsed(spec)
     if name in ("fp16", "bf16"):
         return xp.ascontiguousarray(_TO_HALF[name](xp, x)).view(xp.uint8)
@@ -24,18 +24,18 @@ def encode(xp, spec, x, key=0):
 
 
 def decode(xp, spec, message, numel):
-    """The float32 values that a message stands for, before they are rounded to a narrower type."""
+    """Decodes a message into float32 values, before they are rounded to a narrower type."""
     return _decoded(xp, spec, message, numel)[0]
 
 
 def decode_add(xp, spec, message, total):
-    """total plus the values, where there are any."""
+    """Returns total plus the values, where a message has any."""
     values, is_sent = _decoded(xp, spec, message, len(total))
     return xp.where(is_sent, total + values, total)
 
 
 def reduce_encode(xp, spec, messages, numel, average, key):
-    """The message for the sum, or the mean, of what several messages stand for."""
+    """Encodes the sum, or the mean, of the values of several messages."""
     sums = xp.zeros(numel, xp.float32)
     for message in messages:
         sums = decode_add(xp, spec, message, sums)
@@ -45,12 +45,12 @@ def reduce_encode(xp, spec, messages, numel, average, key):
 
 
 def narrow(xp, values, dtype):
-    """float32 values as a decoder writes them: what is finite stays finite. bf16 as uint16."""
+    """Converts float32 values as a decoder does: finite values stay finite. bf16 is uint16."""
     return values if dtype == "float32" else _TO_HALF["fp16" if dtype == "float16" else "bf16"](xp, values)
 
 
 def narrow_sum(xp, values, dtype):
-    """float32 sums as an all_reduce writes them: what is beyond the type's range becomes Inf. bf16 as uint16."""
+    """Converts float32 sums as an all_reduce does: values beyond the type's range become Inf. bf16 is uint16."""
     narrowed = narrow(xp, values, dtype)
     if dtype == "float16":
         return values.astype(xp.float16)
@@ -62,21 +62,21 @@ def narrow_sum(xp, values, dtype):
 
 
 def widen(xp, values, dtype):
-    """The inverse, which rounds nothing."""
+    """Converts a narrow type to float32, exactly."""
     if dtype == "bfloat16":
         return (values.astype(xp.uint32) << xp.uint32(16)).view(xp.float32)
     return values.astype(xp.float32)
 
 
 def to_f16(xp, x):
-    """Rounded to nearest even; what is beyond 65504 becomes that."""
+    """Rounds to nearest even; larger values become 65504."""
     largest = xp.float32(65504)
     y = xp.clip(x, -largest, largest).astype(xp.float16)
     return xp.where(xp.isfinite(x), y, xp.float16("nan")).astype(xp.float16)
 
 
 def to_bf16(xp, x):
-    """The upper half of the bits, rounded to nearest even; beyond the largest finite number that."""
+    """Rounds to nearest even, to the upper half of the bits; larger values become the largest finite number."""
     bits = x.view(xp.uint32)
     sign = bits & xp.uint32(0x80000000)
     rounded = bits + xp.uint32(0x7FFF) + ((bits >> xp.uint32(16)) & xp.uint32(1))
@@ -96,7 +96,7 @@ def _parsed(spec):
 
 
 def _rows(xp, x):
-    """(first element, blocks of one length as rows): the whole blocks, and then the short one."""
+    """Yields (first element, blocks of one length as rows): the whole blocks, and then the short one."""
     whole = len(x) // BLOCK * BLOCK
     if whole:
         yield 0, x[:whole].reshape(-1, BLOCK)
@@ -105,7 +105,7 @@ def _rows(xp, x):
 
 
 def _decoded(xp, spec, message, numel):
-    """Values, and where there are any."""
+    """Returns values, and a mask of the elements that have any."""
     name, option = _parsed(spec)
     if name in ("fp16", "bf16"):
         dtype, raw = ("float16", xp.float16) if name == "fp16" else ("bfloat16", xp.uint16)
@@ -125,7 +125,7 @@ def _decoded(xp, spec, message, numel):
 
 
 def _bytes(xp, column, dtype):
-    """Rows of numbers as rows of their bytes."""
+    """Converts rows of numbers to rows of their bytes."""
     return xp.ascontiguousarray(column.astype(dtype)).view(xp.uint8).reshape(len(column), -1)
 
 
@@ -141,7 +141,7 @@ def _or_nan(xp, is_bad, floats):
 
 
 def _ordered(xp, bits):
-    """The bits of floats as integers in their order, -0 below 0; its own inverse."""
+    """Maps the bits of floats to integers of the same order, with -0 below 0; it is its own inverse."""
     return xp.where(bits < 0, bits ^ xp.int32(0x7FFFFFFF), bits)
 
 
@@ -197,7 +197,7 @@ def _derived(key, index):
 
 
 def _draws(xp, keys, padded):
-    """15 bits for each element of each block."""
+    """Draws 15 bits for each element of each block."""
     low = xp.asarray([[key & 0xFFFFFFFF] for key in keys], dtype=xp.uint32)
     high = xp.asarray([[key >> 32] for key in keys], dtype=xp.uint32)
     x = xp.arange(padded // 2, dtype=xp.uint32) * xp.uint32(0x9E3779B1) + low
@@ -289,7 +289,7 @@ def _topk_encode(xp, rows, is_bad, k, _keys):
     count = min(k, length)
     magnitudes = (rows.view(xp.int32) & xp.int32(0x7FFFFFFF)).astype(xp.int64)
     places = xp.arange(length, dtype=xp.int64)
-    # By magnitude, of equal ones the lower place: no two are equal, so that it does not matter how they are sorted.
+    # The order is by magnitude, and of equal ones by index, so no two are equal and any sort gives the same result.
     order = xp.argsort(-(magnitudes * 4096 + (4095 - places)), axis=1)[:, :count]
     chosen = xp.where(is_bad, places[:count], xp.sort(order, axis=1))
     values = xp.take_along_axis(rows, chosen, axis=1)

@@ -1,4 +1,4 @@
-"""Runs the body of a test in a process that has devices: they are a process's accelerator for good."""
+"""Runs the body of a test in a process with devices, which stay the process's accelerator until it ends."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tests import accelerator
 
 
 def on_each_device(body):
-    """The test runs once for each kind of device, from a state without errors, delays and limits of others."""
+    """Runs the test once for each kind of device, without errors, delays and limits left by others."""
 
     def test(alone_on_devices):
         alone_on_devices.run(run_there, args=(body,))
@@ -16,7 +16,7 @@ def on_each_device(body):
 
 
 def on_the_emulated_device(body):
-    """The same for what only the emulated device can show."""
+    """Runs the test on the emulated device only."""
 
     def test(alone_on_emulated):
         alone_on_emulated.run(run_there, args=(body,))

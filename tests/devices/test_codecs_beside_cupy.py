@@ -70,7 +70,7 @@ def inputs(numel, dtype, device):
 
 
 def same(xp, found, expected):
-    """The same bits, but for which NaN."""
+    """Returns True for the same bits, where all NaNs count as equal."""
     assert found.dtype == expected.dtype and found.shape == expected.shape
     if found.dtype == xp.uint8:
         return bool((found == expected).all())
@@ -120,7 +120,7 @@ OPERATIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 
 
 def reduced(xp, op, one, other):
-    """Of float32 values, in float32; of integers in their type."""
+    """Reduces float32 values in float32, and integers in their type."""
     if op == "AVG":
         return (one + other) / xp.float32(2)
     return {"SUM": xp.add, "MIN": xp.minimum, "MAX": xp.maximum, "PRODUCT": xp.multiply}[op](one, other)

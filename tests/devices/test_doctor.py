@@ -1,4 +1,4 @@
-"""`bagua doctor` lists devices, what drives them, and how their tensors move."""
+"""`bagua doctor` lists devices, their driver, and the way in which their tensors move."""
 
 import contextlib
 import io

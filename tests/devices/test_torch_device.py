@@ -42,7 +42,7 @@ def conv_net():
 
 
 def train(make_model, make_optimizer, device, shape, steps=4):
-    """Weights, buffers and the losses."""
+    """Trains a model; returns weights, buffers and losses."""
     torch.manual_seed(3)
     model = make_model()
     data, labels = torch.randn(steps, *shape), torch.randint(0, 4, (steps, shape[0]))
@@ -287,7 +287,7 @@ def test_pinned_memory():
 
 @on_the_emulated_device
 def test_a_pinned_copy_is_late():
-    """What the host does to pinned memory before the copy is done, the copy sees; a blocking copy it does not."""
+    """A pinned copy includes changes that the host makes before it is done; a blocking copy does not."""
     pinned, y = torch.zeros(4).pin_memory(), torch.zeros(4, device="emulated")
     num_wrong = {True: 0, False: 0}
     for non_blocking in (True, False):

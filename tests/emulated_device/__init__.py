@@ -1,18 +1,18 @@
-"""A torch device for tests: "emulated", a GPU that is not there.
+"""A torch device for tests: "emulated", in place of a GPU.
 
     import tests.emulated_device as emulated
 
     emulated.load()                      # builds the extension at the first use on a machine (about 25 s)
     model = model.to("emulated")
 
-Its memory cannot be touched by the host, its streams run late by up to 0.3 ms, so that host code that touches a tensor
-dies and a missing event gives wrong numbers; see csrc/device/emulated/ and extension/. torch's own interface works:
-torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memory. Operators are computed by the host
-with the CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
+The host cannot access its memory, and its streams are delayed by up to 0.3 ms, so host code that accesses a tensor
+crashes, and a missing event gives wrong numbers; see csrc/device/emulated/ and extension/. torch's own interface works:
+torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memory. The host computes operators with the
+CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
 
-load() makes it the process's accelerator, for good: load it in processes of their own, or where no test minds, and
-before the process's first backward (importing bagua.federated runs one), for which torch starts a thread per device.
-There are `num_devices` devices. A process that is to fork ranks must not use it before.
+load() makes it the process's accelerator, which cannot be undone. Load it in a separate process, or where it does not
+affect other tests, and before the process's first backward (importing bagua.federated runs one), for which torch starts
+a thread per device. There are `num_devices` devices. A process that will fork ranks must not use it before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FLAGS = ["-std=c++20", "-Og", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibilit
 
 
 def unavailable() -> str | None:
-    """Why the device cannot be built here; None where it can."""
+    """Returns the reason why the device cannot be built here, or None."""
     if shutil.which(compiler()[0]) is None:
         return f"needs a C++20 compiler, and there is no {compiler()[0]}"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -57,16 +57,16 @@ def unavailable() -> str | None:
 
 
 def build() -> Path:
-    """The extension's file, made by the first process that asks; the others wait for it. Registers nothing.
+    """Builds the extension in the first process that calls it, while others wait; returns its file. Registers nothing.
 
     Raises:
-        RuntimeError: it cannot be built; unavailable() says so beforehand, unless the sources are wrong.
+        RuntimeError: it cannot be built; unavailable() reports that before, unless the sources are wrong.
     """
     return built(FOLDER / f"bagua_emulated_{_key()}.so", _compile)
 
 
 def built(made: Path, make: Callable[[Path], None]) -> Path:
-    """A file of the tests' own compiler runs: made unless it is there, by the first process that asks."""
+    """Makes a file by a compiler run, in the first process that calls it, if it does not exist."""
     if not made.exists():
         reason = unavailable()
         if reason is not None:
@@ -99,55 +99,55 @@ def load_in_rank(rank: int, world_size: int) -> None:
 
 
 def stream_handle(stream: torch.Stream) -> int:
-    """What bagua takes as the stream's handle: torch's stream_id is the runtime's pointer, 0 the default stream's."""
+    """Returns the stream's handle for bagua: torch's stream_id is the runtime's pointer, 0 for the default stream."""
     return stream.stream_id
 
 
 def counters() -> dict:
-    """What happened on all devices since reset_counters(), and what is alive.
+    """Returns counters of all devices since reset_counters(), and of live objects.
 
     `launches` of bagua's kernels by name; `bytes_to_device`, `bytes_to_host` and `bytes_on_device`, of the user's
     copies and bagua's, not of torch's operators; `live_bytes`, `pinned_bytes`, `num_streams` and `num_events`.
-    `num_host_waits`: how often the host was told to wait for a device, by a copy, for a number or explicitly; what the
-    CPU waits for to compute an operator does not count.
+    `num_host_waits` counts waits of the host for a device, by a copy, for a number or explicitly, except waits of the
+    CPU that computes operators.
     """
     return _extension().counters()
 
 
 def reset_counters() -> None:
-    """Launches and bytes are 0."""
+    """Sets launches and bytes to 0."""
     _extension().reset_counters()
 
 
 def set_delay(seconds: float) -> None:
-    """Half of all commands begin late, by up to this; 0: none."""
+    """Delays half of all commands by up to this; 0 delays none."""
     _extension().set_delay(seconds)
 
 
 def limit_memory(num_bytes: int | None) -> None:
-    """An allocation that would need more on its device fails; None: as before."""
+    """Makes allocations fail that would need more on their device; None removes the limit."""
     extension = _extension()
     extension.limit_memory(extension.memory_bytes if num_bytes is None else num_bytes)
 
 
 def fail_next_kernel(device: int = 0) -> None:
-    """The next of bagua's kernels on the device fails, and after it everything there, until reset_errors()."""
+    """Makes bagua's next kernel on the device fail, and then everything there, until reset_errors()."""
     _extension().fail_next_kernel(device)
 
 
 def fake_nccl_device() -> int:
-    """The address of what a fake libnccl has to know of the device; see nccl.py."""
+    """Returns the address of the device's functions for a fake libnccl; see nccl.py."""
     return _extension().fake_nccl_device()
 
 
 def reset_errors() -> None:
-    """Devices that failed work again."""
+    """Makes failed devices work again."""
     _extension().reset_errors()
 
 
 @contextlib.contextmanager
 def delayed(seconds: float):
-    """set_delay() for a block."""
+    """Calls set_delay() for a block."""
     set_delay(seconds)
     try:
         yield
@@ -159,7 +159,7 @@ def delayed(seconds: float):
 
 
 def _device_module(extension: types.ModuleType) -> types.ModuleType:
-    """What torch asks of torch.<device>."""
+    """Returns the module torch.<device> that torch expects."""
     module = types.ModuleType(f"torch.{NAME}")
 
     class device:
@@ -215,7 +215,7 @@ def _device_module(extension: types.ModuleType) -> types.ModuleType:
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler."""
+    """Returns the command of the C++ compiler."""
     return shlex.split(os.environ.get("CXX", "c++"))
 
 
@@ -264,7 +264,7 @@ def _compile(library: Path) -> None:
         shutil.rmtree(abandoned)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="tmp") as scratch:
         made = f"{scratch}/{library.name}"
-        # As one: most of what each takes are PyTorch's headers.
+        # The files are compiled as one, because PyTorch's headers take most of the time.
         all_sources = Path(scratch) / "all_sources.cc"
         all_sources.write_text("".join(f'#include "{source}"\n' for source in _sources()))
         defined = [abi, f"-DBAGUA_EMULATED_MODULE={library.stem}"]
@@ -276,7 +276,7 @@ def _compile(library: Path) -> None:
 
 
 def run_compiler(command: list[str]) -> None:
-    """Raises RuntimeError with what it says where it fails."""
+    """Runs the compiler; raises RuntimeError with its output if it fails."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 nccl.build()      # where no deadline runs; about 3 s at the first use on a machine
 nccl.use()        # in a rank: the groups that it makes from here on open it as bagua opens NCCL
-nccl.calls()      # what this rank has called, such as "all_reduce 1000"
+nccl.calls()      # the calls of this rank, such as "all_reduce 1000"
 nccl.leave()      # before other tests use the rank
 """
 
@@ -22,7 +22,7 @@ _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-pthr
 
 
 def build() -> Path:
-    """The library's file."""
+    """Builds the library; returns its file."""
     digest = hashlib.sha256(" ".join([*emulated.compiler(), *_FLAGS]).encode())
     for source in _SOURCES:
         digest.update((emulated.ROOT / source).read_bytes())
@@ -30,11 +30,11 @@ def build() -> Path:
 
 
 def use(path: str | None = None, version: int | None = None) -> None:
-    """It is this process's NCCL for its emulated devices, as if nothing had been called before.
+    """Makes the library this process's NCCL for its emulated devices, in its initial state.
 
     Args:
-        path: another file to be opened in its place.
-        version: what it says that it is, as 22703.
+        path: another file to open in its place.
+        version: the version that it reports, such as 22703.
     """
     library = _library()
     library.fake_nccl_reset()
@@ -44,22 +44,22 @@ def use(path: str | None = None, version: int | None = None) -> None:
 
 
 def leave() -> None:
-    """Emulated devices have no NCCL again."""
+    """Makes emulated devices have no NCCL again."""
     _C.use_nccl_library("", "cuda")
 
 
 def hang(rank: int) -> None:
-    """What the rank of a group enqueues from here on ends when it is aborted, and not before."""
+    """Makes operations that a rank of a group enqueues from now on hang until they are aborted."""
     _library().fake_nccl_hang(rank)
 
 
 def calls() -> list[str]:
-    """What this process has called: "init", "all_reduce 1000", "group{send 1 400, recv 1 400}", "abort", ..."""
+    """Returns the calls of this process: "init", "all_reduce 1000", "group{send 1 400, recv 1 400}", "abort", ..."""
     return _library().fake_nccl_calls(-1).decode().splitlines()
 
 
 def violations() -> str:
-    """What NCCL would not forgive, one a line."""
+    """Returns the calls that NCCL does not allow, one per line."""
     return _library().fake_nccl_violations().decode()
 
 

@@ -1,4 +1,4 @@
-"""The examples run as their documentation says, and end with a result that can be read by machines."""
+"""The examples run as documented, and end with a machine-readable result."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def launch(launcher: str, script: str, *options: str) -> subprocess.CompletedPro
 
 
 def run(launcher: str, script: str, *options: str) -> dict:
-    """The JSON of the last line that it prints."""
+    """Runs an example; returns the JSON of its last line."""
     return json.loads(launch(launcher, script, *options).stdout.splitlines()[-1])
 
 
 def run_as_a_rank(rank, world_size, script, options):
-    """What the script prints, run as __main__ by a rank that has imported torch already."""
+    """Returns the output of the script, run as __main__ by a rank that has already imported torch."""
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *options]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -54,7 +54,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def assert_prints_as_documented(printed):
-    """As README.md shows, but for what another processor rounds otherwise."""
+    """Asserts that the output is that of README.md, up to the rounding of another processor."""
     (shown,) = re.findall(r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
     numbers, documented = ([float(one) for one in NUMBER.findall(text)] for text in (printed, shown))

@@ -1,4 +1,4 @@
-"""The federated examples show what they claim, and compute on two ranks what they do on one process."""
+"""The federated examples show what they claim, and compute the same on two ranks as in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = {
 
 
 def run_without_ranks(rank, world_size, script, options):
-    """As `python script`: no launcher tells a rank."""
+    """Runs a script as `python script` does, without the variables of a launcher."""
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     return run_as_a_rank(rank, world_size, script, options)
 

@@ -79,7 +79,7 @@ def test_trains_where_it_is_installed(site, ranks):
 
 
 def _oracle(grads):
-    """AdaSum of lists of numbers, by rank."""
+    """Returns the AdaSum of lists of numbers, by rank."""
     if len(grads) == 1:
         return grads[0]
     half = len(grads) // 2
@@ -138,8 +138,8 @@ def test_equals_the_oracle(ranks, num_ranks, dtype):
 
 
 FOUR = "four ranks stay bit-identical"
-# What the tests of conformance run for every built-in algorithm whose gradients need not be a mean: ranks, function,
-# arguments after the name.
+# The conformance tests of built-in algorithms whose gradients need not be a mean: ranks, function, arguments after the
+# name.
 CHECKS = {
     "equals plain torch on one rank": (1, test_single_rank._equals_plain_torch, ("adamw", True)),
     "a backward that raised is forgotten": (1, test_single_rank._recovers, ()),

@@ -187,7 +187,7 @@ def _sent(rank, world_size):
 
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_each_model_has_the_bytes_of_its_own_operations(shares_memory):
-    """Of an all_reduce of n bytes each of two ranks sends n; the small messages beside the buckets are below 8 KB."""
+    """In an all_reduce of n bytes each of two ranks sends n; small messages outside buckets stay below 8 KB."""
     from bagua.testing import spawn
 
     for of_rank in spawn(_sent, 2, env={"BAGUA_SHARED_MEMORY": "1" if shares_memory else "0"}):

@@ -1,4 +1,4 @@
-"""Who came last: by an oracle in plain loops, and the rules for whom to name."""
+"""The last rank of each operation, against an oracle in plain loops, and the rules for naming a straggler."""
 
 import random
 
@@ -37,8 +37,8 @@ def test_what_the_clocks_cannot_tell_apart_has_no_straggler():
     assert stragglers([one, other]) == [Straggler("a", 1, 101, 1)], "they read one clock"
 
 
-def test_nobody_is_named_where_ranks_wait_for_their_neighbours_only():
-    """Of two pairs, rank 0 waits for 1, while 2 and 3 come later together: nobody waits for the last one."""
+def test_no_rank_is_named_if_ranks_wait_for_their_neighbours_only():
+    """In two pairs rank 0 waits for 1, while 2 and 3 begin later together, so no rank waits for the last one."""
     times = {0: (0, 52), 1: (50, 52), 2: (59, 61), 3: (60, 61)}
     assert [one.rank for one in stragglers([Arrival("all", rank, *times[rank]) for rank in times])] == [3]
     for waiting in ({0, 1, 2, 3}, {2}):

@@ -1,4 +1,4 @@
-"""`bagua timeline`: several ranks side by side, who waited for whom, and what it says about anything else."""
+"""`bagua timeline`: several ranks in one report, waits between ranks, and errors about invalid files."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def _save(rank, world_size, folder, late_rank, algorithm, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def files(pool2, tmp_path_factory):
-    """The traces of two ranks, the second of which is late."""
+    """The files of two ranks, the second of which is late."""
     folder = tmp_path_factory.mktemp("timeline")
     pool2.run(_save, args=(str(folder), 1, "gradient_allreduce", 5))
     return [folder / "rank0.json", folder / "rank1.json"]
@@ -48,7 +48,7 @@ def test_the_merged_trace_has_a_process_per_rank(files, tmp_path, capsys):
 
 
 def test_operations_are_the_same_ones_at_the_same_time(files):
-    """On one clock every operation overlaps with itself on the other rank, and says who came last."""
+    """On one clock every operation overlaps with itself on the other rank, and names the last rank."""
     merged = report.merge(report.load(files))
     by_operation = {}
     for event in merged["traceEvents"]:
@@ -328,7 +328,7 @@ ANYTHING = [None, True, -1, 0.5, 10**400, 1e308, float("nan"), "x", "", [], [[]]
     ],
 )
 def test_whatever_a_person_puts_into_a_file(files, tmp_path, capsys, values):
-    """Every place takes a value after the other: it is told, or the command does what it does."""
+    """Every element of a file is set to each value: the command reports it, or works."""
     first, path, merged = (tmp_path / name for name in ("rank0.json", "rank1.json", "merged.json"))
     first.write_text(json.dumps(_one_of_each(files[0])))
     original = json.dumps(_one_of_each(files[1]))
@@ -357,7 +357,7 @@ def test_brackets_without_end(tmp_path, capsys):
 
 
 def test_a_world_of_too_many(files, tmp_path, capsys):
-    """Only so many of those that lack are counted up."""
+    """Only some of the missing ranks are listed."""
     path = edited(files[1], tmp_path / "rank1.json", with_about(world_size=10**12))
     assert cli.main(["timeline", str(path)]) == 0
     assert "missing: ranks 0, 2, 3, 4, " in capsys.readouterr().out

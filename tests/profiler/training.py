@@ -1,4 +1,4 @@
-"""What the tests of timelines and metrics share: a model with several buckets that trains for some steps."""
+"""Shared code of the tests of timelines and metrics: training of a model with several buckets."""
 
 import time
 
@@ -8,7 +8,7 @@ import bagua
 
 
 def train(algorithm="gradient_allreduce", steps=4, late_rank=None, late_s=0.05, **options):
-    """A wrapped model after so many steps; `late_rank` sleeps before each backward."""
+    """Trains and returns a wrapped model; `late_rank` sleeps before each backward."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(128, 128) for _ in range(4)]
     model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(128))

@@ -1,4 +1,4 @@
-"""`bagua bench replay`: the arithmetic on cases made by hand, what ranks measure and verify, options, and output."""
+"""`bagua bench replay`: arithmetic on cases made by hand, measurements and verification on ranks, options, output."""
 
 import csv
 import os
@@ -32,7 +32,7 @@ def outcome(system, step_ms):
 
 
 def drained(ready, wire_bytes, bytes_per_s, burst_bytes):
-    """A link in ticks of 10 us: each tick adds tokens, and what is ready leaves while there are any."""
+    """Simulates a link in ticks of 10 us: each tick adds tokens, with which ready bytes are sent."""
     tick_s = 1e-5
     tokens, waiting, at, next_part = burst_bytes, 0.0, 0.0, 0
     while next_part < len(ready) or waiting > 1e-6:
@@ -114,7 +114,7 @@ def measured_while_disturbed(rank, world_size, profile):
 
     original, systems._measure = systems._measure, measure_one
     disturbance.Stolen.share = lambda self: shares.pop(0)
-    systems._MOST_SLEPT = 100.0  # whatever else this machine does now
+    systems._MOST_SLEPT = 100.0  # ignores other load of this machine
     task = systems.Task(profile, 1.0, None, ["gradient_allreduce"], 1)
     return systems.measure(**vars(task)), seen
 
@@ -128,7 +128,7 @@ def test_all_ranks_measure_again_what_was_disturbed_on_one(tmp_path):
         assert [result["stolen"] for result in results] == ([0.0, 0.2] if rank == 1 else [0.0, 0.0])
 
 
-VERIFIED = [  # a system, what is not as it should be after its steps, and what is said of it
+VERIFIED = [  # a system, the defect after its steps, and the message about it
     ("ddp", "", "verified"),
     ("ddp_bf16", "one rank's gradient", "the ranks' results differ"),
     ("gradient_allreduce", "gradients are sums", "gradients are 1 off the mean"),
@@ -150,7 +150,7 @@ VERIFIED = [  # a system, what is not as it should be after its steps, and what 
 
 
 def verify_all(rank, world_size):
-    """What this rank says of each system, and whether the weights are zero afterwards."""
+    """Returns this rank's message for each system, and True if the weights are zero afterwards."""
 
     initialise()
     torch.manual_seed(rank)
@@ -199,14 +199,14 @@ def verify(system, fault, model, rank, world_size):
 
 
 def test_what_is_timed_is_verified():
-    """On every rank, whoever it was; weights are zero afterwards."""
+    """All ranks report a defect of any rank; weights are zero afterwards."""
     for found in spawn(verify_all, 2, timeout=60):
         for (system, fault, said), (heard, is_zero) in zip(VERIFIED, found, strict=True):
             assert said in heard, (system, fault)
             assert is_zero or heard != "verified"
 
 
-# ---- what is sent
+# ---- sent bytes
 
 # Not those of other packages that happen to be installed.
 OWN_ALGORITHMS = [name for name in bagua.algorithms.available() if (ROOT / f"bagua/algorithms/{name}.py").exists()]
@@ -214,15 +214,15 @@ NUM_STEPS = 6
 
 
 def recorded_model():
-    """Two matrices that powersgd sends as factors, one that it does not, and biases."""
+    """Records a model of two matrices that powersgd sends as factors, one that it does not, and biases."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 80), torch.nn.Linear(80, 4))
 
 
 def bytes_of_steps(model, step):
-    """Bytes that this rank sends in so many steps of a wrapped model; of `async`, all buckets, which a round sends.
+    """Returns the bytes that this rank sends in some steps of a wrapped model; for `async`, those of all buckets.
 
-    How many of its rounds end meanwhile depends on time.
+    The number of its rounds that end meanwhile depends on time.
     """
     group = bagua.get_default_group()
     step()
@@ -239,7 +239,7 @@ def bytes_of_steps(model, step):
 
 
 def sent_in_training_and_replay(rank, world_size):
-    """By algorithm, what was sent for a model that is trained, and for what was recorded of it."""
+    """Returns the bytes sent for a trained model, and for its recorded profile, by algorithm."""
     bagua.init_process_group()
     inputs = torch.randn(8, 96)
     profile = record(recorded_model(), lambda model: model(inputs).square().mean(), repetitions=1)
@@ -395,7 +395,7 @@ def test_without_hosts_it_says_what_would_work(monkeypatch, capsys):
     monkeypatch.setattr(hosts, "why_not", lambda: "network namespaces need root")
     assert bench.main(["replay", "--profiles", "vgg16"]) == 1
     said = capsys.readouterr().err
-    assert "network namespaces need root. Under a launcher" in said and "-m bagua bench replay" in said
+    assert "network namespaces need root. A launcher's hosts" in said and "-m bagua bench replay" in said
 
 
 def test_outcomes_are_those_of_the_slowest_rank():
@@ -437,7 +437,7 @@ def test_what_the_hypervisor_takes(monkeypatch):
     assert disturbance.Stolen().share() == pytest.approx(0.3)
 
 
-# ---- what it says and leaves behind
+# ---- output and files
 
 
 def fake_play(case, systems, samples, turns):
@@ -521,13 +521,13 @@ def test_one_rate_is_drawn_as_bars_beside_bounds(played, tmp_path):
     assert [labels(axis) for axis in figure.axes] == [["bound"]] * 2
 
 
-# ---- the whole way
+# ---- the whole command
 
 LAYERS = (Layer("first", ((300, 40),), 1.0, 2.0), Layer("second", ((50, 300),), 1.0, 2.0))
 
 
 def run_command(arguments, folder):
-    """What it prints in a folder where nothing of the project is, as where a wheel is installed."""
+    """Runs the command in an empty folder, as with an installed wheel; returns its output."""
     Profile("tiny", "made up", LAYERS).save(folder / "tiny.json")
     packages = folder / "packages"
     packages.mkdir()

@@ -1,4 +1,4 @@
-"""Ranks as processes of any command: what each returned, which one failed and what it said, and that none is left."""
+"""Ranks as processes of any command: their results, the failed one with its output, and that no process is left."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The bytes that a replay counts are those of the interface that BAGUA_SOCKET_IFNAME chooses, however it says so."""
+"""A replay counts the bytes of the interface BAGUA_SOCKET_IFNAME, given by its name or an address."""
 
 import ipaddress
 import shutil
@@ -25,7 +25,7 @@ def test_an_address_of_ipv6(monkeypatch):
 @pytest.mark.parametrize("chosen", ["no_such0", "192.0.2.1", "fe80::1%no_such0", ""])
 def test_what_is_no_interface_of_this_host(chosen, monkeypatch):
     monkeypatch.setenv("BAGUA_SOCKET_IFNAME", chosen)
-    with pytest.raises(bagua.InvalidArgument, match=rf"BAGUA_SOCKET_IFNAME='{chosen}' is no .* there are .*\(lo\)"):
+    with pytest.raises(bagua.InvalidArgument, match=rf"BAGUA_SOCKET_IFNAME='{chosen}' is no .* choose one of .*\(lo\)"):
         sent_bytes.sent_bytes()
 
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md has all algorithms as their classes describe them, and all their options and codecs."""
+"""docs/algorithms.md has all algorithms, as described by their classes, and all options and codecs."""
 
 import dataclasses
 import re

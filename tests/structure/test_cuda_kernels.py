@@ -1,8 +1,8 @@
-"""What nvcc makes of the CUDA kernels: for each architecture that is shipped no warning, no spill, no local memory, and
-128-bit loads and stores where they count; for one of them no more registers and shared memory than cuda_kernels.tsv
-says.
+"""The CUDA kernels as compiled by nvcc: for each shipped architecture without warnings, spills and local memory, and
+with 128-bit loads and stores where they matter; for one architecture with at most the registers and shared memory of
+cuda_kernels.tsv.
 
-`python tests/structure/test_cuda_kernels.py` writes the table anew. It is of one version of nvcc: with another one the
+`python tests/structure/test_cuda_kernels.py` writes the table anew. It is for one version of nvcc: with another one the
 registers may differ, and only the occupancy is compared.
 """
 
@@ -44,6 +44,7 @@ HOT = {
     r"^elementwise_kernel<(ReduceSaturating|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
     r"^copy_segments_kernel": LOAD | STORE,
+    r"^digest_kernel": LOAD,
 }
 pytestmark = [
     pytest.mark.slow("nothing: compiles every kernel for a GPU"),
@@ -54,7 +55,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel, as ptxas reports them."""
+    """The resources of one kernel, as reported by ptxas."""
 
     threads: int  # of a block
     registers: int

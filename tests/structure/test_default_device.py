@@ -1,4 +1,4 @@
-"""What bagua makes for itself lies where it says, not on torch's default device (torch.set_default_device)."""
+"""bagua creates tensors on explicit devices, not on torch's default device (torch.set_default_device)."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 from torch.utils import _device
 
 BAGUA = Path(__file__).resolve().parents[2] / "bagua"
-# Programs of their own, or functions of what the user computes with, where torch's default is the user's wish.
+# Separate programs, and functions for the user's computation, where torch's default is the user's choice.
 OTHERS = ("federated", "replay", "testing")
 FACTORIES = {f.__name__ for f in _device._device_constructors() if getattr(torch, f.__name__, None) is f}
 

@@ -1,4 +1,4 @@
-"""Every path, heading, command and public name that a .md file names exists, and docs/index.md leads to every page."""
+"""Every path, heading, command and public name in a .md file exists, and docs/index.md links to every page."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ def documents():
 
 
 def spans_and_commands(text):
-    """Inline code, and the command lines of shell blocks (`$ ` prompts and comments removed)."""
+    """Returns inline code, and the command lines of shell blocks (without `$ ` prompts and comments)."""
     commands = []
     for language, body in FENCE.findall(text):
         if language in ("sh", "bash", "console", "shell"):
@@ -71,7 +71,7 @@ def bagua_commands():
 
 
 def wrong_with(command):
-    """What does not exist in a command line, or None. Programs that are not ours are taken as they are."""
+    """Returns the part of a command line that does not exist, or None. Other programs than ours are not checked."""
     words = command.split()
     while words and re.fullmatch(r"\w+=\S*", words[0]):
         words.pop(0)
@@ -115,7 +115,7 @@ def test_commands_exist(document):
 
 
 def anchors(document):
-    """What `#...` behind the document's name may say: its headings, as GitHub spells them."""
+    """Returns the anchors of a document: its headings, as GitHub spells them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -138,7 +138,7 @@ def test_the_index_has_every_page_once_and_the_readme_has_the_index():
     assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text())
 
 
-# Without that on bagua.torch_api, which is what `bagua` stands for there.
+# The page on bagua.torch_api is left out, because `bagua` means that there.
 PAGES = [path for path in documents() if path.parent in (ROOT, ROOT / "docs") and path.name != "torch_api.md"]
 
 

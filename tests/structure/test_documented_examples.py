@@ -1,4 +1,4 @@
-"""What docstrings, README.md and docs/ show runs: doctests, and blocks of Python, as the reader would run them."""
+"""The examples of docstrings, README.md and docs/ run: doctests, and blocks of Python, as a reader would run them."""
 
 import contextlib
 import copy
@@ -24,13 +24,13 @@ OWN_ENDS = ("init_process_group(", "spawn(", "Pool(", "world(")  # an example wi
 
 
 def readers_imports():
-    """What a reader of a fragment has imported."""
+    """Returns the modules that a reader of a fragment has imported."""
     names = {"bagua": bagua, "torch": torch, "copy": copy, "os": os, "dataclasses": dataclasses}
     return names | {"register": register, "DistributedSampler": torch.utils.data.DistributedSampler}
 
 
 def readers_names(is_wrapped=True):
-    """What else a reader of a fragment has: a model that trains, wrapped by all ranks of a world, and its data."""
+    """Returns the other names of a fragment's reader: a model, wrapped by all ranks of a world, and its data."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,7 +44,7 @@ def readers_names(is_wrapped=True):
 
 
 def doctests():
-    """By module."""
+    """Returns the doctests by module."""
     finder, found = doctest.DocTestFinder(exclude_empty=True), []
     for info in pkgutil.walk_packages(bagua.__path__, "bagua.", onerror=lambda name: None):
         with contextlib.suppress(NoSuchModule):
@@ -58,7 +58,7 @@ def starts_ranks(test):
 
 
 def run_doctests(rank, world_size, folder, are_to_run):
-    """What failed, as text, and how many examples have run."""
+    """Runs doctests; returns the failures as text, and the number of examples."""
     os.chdir(folder)
     output, num_run = [], 0
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
@@ -89,12 +89,12 @@ def test_doctests(tmp_path, monkeypatch):
     assert num_run > 50 and num_more > 2
 
 
-# Beside those of docs/federated.md that are doctests, which run below, and of docs/torch_api.md, which end no group.
+# docs/federated.md has doctests, which run below; the block of docs/torch_api.md does not destroy its group.
 NOT_HERE = {"federated.md", "torch_api.md"}
 
 
 def blocks(pages):
-    """Of Python: the name of its page, and the source."""
+    """Yields the page name and source of each block of Python."""
     for page in pages:
         text = page.read_text()
         for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -148,7 +148,7 @@ def run_the_diff(rank, world_size, added):
 
 
 def test_the_diff_of_the_readme():
-    """What it adds averages gradients; what it takes away is torch's."""
+    """The added lines average gradients; the removed ones are torch's."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     added, removed = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "+-")
     assert len(added) == len(removed) == 3

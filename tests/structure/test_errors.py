@@ -1,4 +1,4 @@
-"""One exception tree in three languages."""
+"""The exception tree is the same in three languages."""
 
 import builtins
 import re
@@ -18,7 +18,7 @@ def enum_body(file, name):
 
 
 def cpp_kinds():
-    """The enumerators of ErrorKind, in their order."""
+    """Returns the enumerators of ErrorKind, in their order."""
     return re.findall(r"^\s*k(\w+),", enum_body("csrc/common/error.h", "ErrorKind"), re.MULTILINE)
 
 
@@ -58,7 +58,7 @@ def test_rust_codes_are_those_of_the_header():
 
 
 def test_rust_codes_say_whose_mistake_it_is():
-    """1 to 99 become InvalidArgument, 100 and above InternalError."""
+    """Codes 1 to 99 become InvalidArgument, 100 and above InternalError."""
     codes = rust_codes()
     assert codes["Internal"] == 100
     assert all(1 <= code < 100 for name, code in codes.items() if name != "Internal")

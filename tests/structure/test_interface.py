@@ -1,4 +1,4 @@
-"""The names of `import bagua`: all there in a program, and when they are first used in the command's own process."""
+"""The names of `import bagua`: available at once in a program, and on first use in the command's process."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def loaded(monkeypatch, argv, orig_argv):
-    """bagua/__init__.py, run once more as in a process that was started so."""
+    """Runs bagua/__init__.py once more, as in a process that was started with these arguments."""
     spec = importlib.util.spec_from_file_location("bagua", ROOT / "bagua/__init__.py", submodule_search_locations=[])
     module = importlib.util.module_from_spec(spec)
     module.__path__ = bagua.__path__
@@ -61,14 +61,14 @@ def test_the_command_has_the_names_when_they_are_used(monkeypatch, argv, orig_ar
 
 @pytest.mark.parametrize(("argv", "orig_argv"), PROGRAM, ids=str)
 def test_a_program_has_all_names_at_once(monkeypatch, argv, orig_argv):
-    """And with them the backend of torch.distributed."""
+    """The backend of torch.distributed is registered too."""
     names = vars(loaded(monkeypatch, argv, orig_argv))
     assert set(_public.__all__) <= set(names) and "__getattr__" not in names
     assert names["__all__"] is _public.__all__
 
 
 def test_the_list_is_what_is_imported():
-    """No name is imported in bagua/_public.py that is not public, and none is missing."""
+    """All names imported in bagua/_public.py are public, and none is missing."""
     imports = [node for node in ast.parse(Path(_public.__file__).read_text()).body if isinstance(node, ast.ImportFrom)]
     assert sorted(alias.asname or alias.name for node in imports for alias in node.names) == sorted(bagua.__all__)
 

@@ -1,7 +1,7 @@
-"""What may import what: the tables below are the section of that name in the design.
+"""The allowed imports between packages, files and folders, by the tables below.
 
-A new package, file of a package with an order, or folder of csrc/ that no table names is a failure too: say here
-what it may see.
+A new package, file of an ordered package, or folder of csrc/ that is missing in the tables is a failure too: add its
+allowed imports here.
 """
 
 import ast
@@ -22,7 +22,7 @@ RANK_PY = ROOT / "bagua/cli/rank.py"
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
 CORE = CONFIG | {"_C"}
-# ProcessGroup and what it is made of.
+# ProcessGroup and its parts.
 GROUP = {
     f"distributed.{name}"
     for name in (
@@ -36,7 +36,7 @@ STEPPING = (
     BUCKETS | RECORDS | {"optim", "distributed.world", "distributed.collectives", "distributed.consensus", "algorithms"}
 )
 
-# What a file at the top, and any file of a package, may import beside its own package.
+# The allowed imports of a file at the top, and of any file of a package, besides its own package.
 MAY_IMPORT = {
     "errors": set(),
     "config": ERRORS,
@@ -65,7 +65,7 @@ MAY_IMPORT = {
     | {"codecs", "metrics", "torch_version"},
 }
 
-# The files of a package from the ground up: each may import those before it, and beside its package what stands here.
+# The files of ordered packages: each may import those before it, and outside its package those listed here.
 ORDER = {
     "net": {
         "exhausted": ERRORS,
@@ -127,6 +127,7 @@ ORDER = {
         "algorithm_state": BUCKETS | {"algorithms"},
         "state_sync": BUCKETS | {"distributed.consensus"},
         "buffer_broadcast": ERRORS | {"distributed.consensus", "distributed.job_ranks", "distributed.process_group"},
+        "replica_check": CORE | {"distributed.devices", "distributed.process_group"},
         "followed_optimizers": BUCKETS | {"distributed.consensus", "algorithms"},
         "nonfinite_guard": BUCKETS,
         "skipped_steps": BUCKETS | {"algorithms"},
@@ -149,9 +150,9 @@ ORDER = {
         "__init__": CORE,
     },
 }
-# What single files may import beside that.
+# Further allowed imports of single files.
 BESIDE = {"torch_backend.callback_thread": {"_C"}}
-# Beside the standard library.
+# The allowed imports outside bagua, besides the standard library.
 THIRD_PARTY = {
     "errors": set(),
     "config": set(),
@@ -160,9 +161,9 @@ THIRD_PARTY = {
     "replay": {"torch", "matplotlib"},
 }
 THIRD_PARTY_DEFAULT = {"torch", "numpy"}
-# What hands the public names on.
+# The files that export the public names.
 FACADE = {"__init__", "_public"}
-# What stands on public names alone: `import bagua`, and of it nothing that __all__ does not have.
+# Files that use public names only: `import bagua`, and only names of its __all__.
 ON_PUBLIC_NAMES = {"replay"}
 
 
@@ -178,7 +179,7 @@ def tree_of(path):
 
 @cache
 def imports_of(path):
-    """(line, dotted name) of every import, relative ones resolved; `from a import b` gives a.b."""
+    """Yields (line, dotted name) of every import, relative ones resolved; `from a import b` gives a.b."""
     name = module_name(path)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = []
@@ -203,7 +204,7 @@ def package_of(path):
 
 
 def layer_of(name):
-    """What the tables call a dotted name of bagua without "bagua.": "errors", "net.links", "data_parallel.__init__"."""
+    """Returns the tables' name of a module of bagua: "errors", "net.links", "data_parallel.__init__"."""
     top, _, rest = name.partition(".")
     folder = ROOT / "bagua" / top
     if not folder.is_dir():
@@ -214,7 +215,7 @@ def layer_of(name):
 
 
 def may_import(importer, imported):
-    """Both as layer_of names them."""
+    """Returns True if an import is allowed; both names are those of layer_of."""
     top, _, file = importer.partition(".")
     imported_top, _, imported_file = imported.partition(".")
     order = ORDER.get(top)
@@ -266,7 +267,7 @@ def test_the_tables_name_what_is_there():
         assert allowed <= known
 
 
-# What hands programs' own objects on; testing is none of a job's.
+# Files that pass on objects of programs; testing is not part of a job.
 PICKLES = {
     *("distributed/process_group.py", "distributed/collectives.py", "_public.py"),
     *("torch_api/__init__.py", "torch_api/communication.py"),
@@ -357,7 +358,7 @@ def public_names():
 
 
 def names_of_bagua(path):
-    """(line, name) of every `bagua.name` that a file uses."""
+    """Yields (line, name) of every `bagua.name` that a file uses."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bagua":
             yield node.lineno, node.attr
@@ -427,7 +428,7 @@ def row_of(folder):
 
 
 def may_include(folder, included):
-    """Whether a file of csrc/<folder> may include csrc/<included>; None where no table says."""
+    """Returns True if a file of csrc/<folder> may include csrc/<included>; None if no table has the folder."""
     target = cpp_folder(f"csrc/{included}")
     if folder in EVERYTHING or target == folder:
         return True
@@ -500,7 +501,7 @@ FORBIDDEN_IN_RUST = re.compile(r"\bstd::(net|thread|time|fs|process|env|io)\b")
 
 
 def rust_code(path):
-    """The file without comments and without its unit tests."""
+    """Returns the file without comments and without its unit tests."""
     text = path.read_text().split("#[cfg(test)]")[0]
     return re.sub(r"//[^\n]*", "", text)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"}
-# They read one to compare orders, or give it to what is tested; how long things take does not matter.
+# These tests read a clock to compare orders, or pass it to the code under test; durations do not matter.
 ORDERS = {
     "test_nobody_leaves_a_barrier_before_all_have_entered",
     "test_backwards_inside_no_sync_belong_to_the_step",
@@ -36,7 +36,7 @@ def marks_of(decorators):
 
 
 def readers_of_a_clock(path):
-    """Also through the functions, classes and fixtures of the file that they use."""
+    """Returns tests that read a clock, also through the functions, classes and fixtures of the file that they use."""
     definitions = {node.name: node for node in tree_of(path).body if hasattr(node, "name")}
     uses = {}
     for name, node in definitions.items():  # a fixture is used by the name of an argument
@@ -53,7 +53,7 @@ def readers_of_a_clock(path):
 
 
 def unmarked_in(path):
-    """The tests that read a clock and are not marked, nor their file."""
+    """Returns the tests that read a clock and have no mark, in a file without a mark."""
     if not any(clock in path.read_text() for clock in CLOCKS):
         return []
     module = [node for node in tree_of(path).body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]

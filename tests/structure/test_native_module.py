@@ -1,4 +1,4 @@
-"""bagua._C as it was built: one module for every torch, so it must not need torch's libraries, nor Python's."""
+"""bagua._C as built: one module for every torch, so it must not need torch's libraries or Python's."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from bagua import _C
 
 
 def test_it_links_against_the_system_only():
-    """trap 18: one wheel per torch version was the commonest complaint."""
+    """One wheel per torch version was the most frequent complaint about the original project."""
     try:
         dynamic = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:

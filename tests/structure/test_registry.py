@@ -1,4 +1,4 @@
-"""One registry, no lists: what is registered is what lies in the folder, under one stem everywhere."""
+"""The registries match the files of their folders, under one stem everywhere; there are no lists."""
 
 import ast
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_every_codec_has_its_row_in_the_docs(name):
 
 
 def test_every_cpp_collective_and_kernel_test_is_compiled():
-    """The build globs; a test file by another name would lie there and never run."""
+    """The build globs; a test file with another name would never run."""
     for path in (ROOT / "csrc/tests").glob("*.cc"):
         is_shared = path.stem == "emulated_cuda"  # by tests
         is_run = path.stem.startswith(("test_", "bench_"))

@@ -1,4 +1,4 @@
-"""bagua/_C.pyi says what the compiled module has: the file that scripts/stub.py writes from it."""
+"""bagua/_C.pyi matches the compiled module, from which scripts/stub.py writes it."""
 
 import ast
 import importlib.util
@@ -22,7 +22,7 @@ def test_the_stub_is_current():
 
 
 def test_every_name_of_the_module_is_there():
-    """Classes with all of their members; found by dir(), not from what the script looks at."""
+    """Classes have all their members, as found by dir(), independently of the script."""
     tree = ast.parse(stub.STUB.read_text())
     there = {getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None) for node in tree.body}
     assert {name for name in dir(_C) if not name.startswith("_")} <= there
@@ -35,7 +35,7 @@ def test_every_name_of_the_module_is_there():
 
 
 def test_parameters_are_those_that_the_module_takes():
-    """A call by names gets as far as the types: none is unknown, none is missing."""
+    """A call with keyword arguments fails only at the types: no name is unknown or missing."""
     tree = ast.parse(stub.STUB.read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.args.posonlyargs]
     for node in (node for node in functions if node.args.args):

@@ -1,4 +1,4 @@
-"""bagua.testing.faults: each fault does what its name says, where and when it was told to."""
+"""bagua.testing.faults: each fault does what its name says, at the given rank and step."""
 
 import signal
 import socket
@@ -48,7 +48,7 @@ def test_stop_and_cont():
 
 
 class Listener:
-    """Accepts everybody and counts what they send."""
+    """A listener that accepts all connections and counts their bytes."""
 
     def __init__(self):
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=128)

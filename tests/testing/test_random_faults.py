@@ -1,4 +1,4 @@
-"""bagua.testing.random_faults: what it draws, and what it calls bad."""
+"""bagua.testing.random_faults: its random cases, and its verdicts."""
 
 import dataclasses
 import signal
@@ -73,7 +73,7 @@ def test_a_fault_that_all_others_name_is_ok():
     [
         (None, "hang"),
         (seen(1), "innocent named"),
-        (seen(None), "nobody named"),
+        (seen(None), "no rank named"),
         (seen(2, LIMIT_S + 1), "late"),
         (seen(None, error=""), "unnoticed"),
         (Failure(AT, 0, RankDied(0, -signal.SIGSEGV), None), "died"),
@@ -104,7 +104,7 @@ def test_a_resumed_rank_must_not_hang():
 
 def test_who_is_named_where_a_link_is_cut():
     assert words_for(case_of("cut"), seen(2), seen(2), seen(None)) == "ok"
-    assert words_for(case_of("cut"), seen(None), seen(2), seen(2)) == "nobody named"
+    assert words_for(case_of("cut"), seen(None), seen(2), seen(2)) == "no rank named"
     assert words_for(case_of("cut", size=2), seen(None), seen(None)) == "ok"
     assert words_for(case_of("cut", size=2), seen(0), seen(None)) == "innocent named"
     # Two of three are cut off: to the third it looks as if it were the one.
@@ -115,7 +115,7 @@ def test_who_is_named_where_a_link_is_cut():
     half = case_of("cut", size=4, num_faulty=2)
     assert words_for(half, seen(None), seen(None), seen(2), seen(3)) == "ok"
     assert words_for(half, seen(0), seen(None), seen(2), seen(3)) == "innocent named"
-    assert words_for(case_of("cut", size=4), seen(None), seen(3), seen(3), seen(3)) == "nobody named"
+    assert words_for(case_of("cut", size=4), seen(None), seen(3), seen(3), seen(3)) == "no rank named"
 
 
 def test_options_that_make_no_sense(capsys):

@@ -1,4 +1,4 @@
-"""bagua.testing.spawn and Pool: values, environment, first causes, deadlines, and nothing left behind."""
+"""bagua.testing.spawn and Pool: values, environment, first causes, deadlines, and no process left."""
 
 import ctypes
 import os

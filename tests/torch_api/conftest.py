@@ -1,4 +1,4 @@
-"""Three warm ranks, which no other folder needs."""
+"""A pool of three warm ranks, which no other folder needs."""
 
 import pytest
 

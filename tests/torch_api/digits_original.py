@@ -1,4 +1,4 @@
-"""A program as a user of the original project has it, but for the device: scikit-learn's digits by each algorithm.
+"""A program of a user of the original project, except for the device: scikit-learn's digits by each algorithm.
 
 The last line of rank 0 is a JSON object of accuracies. Run by test_program.py.
 """

@@ -1,4 +1,4 @@
-"""What the tests of this folder run on ranks: bagua initialised, as programs for the original project do it or not."""
+"""Runs programs on ranks, with bagua initialised as programs for the original project do it, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["original_process_group", "process_group"]
 
 @contextlib.contextmanager
 def original_process_group() -> Iterator[None]:
-    """For the time of the block. The original has no function that ends it, so programs leave that to the exit."""
+    """Initialises bagua for the block. The original has no function to end it, so programs leave that to the exit."""
     bagua.torch_api.init_process_group()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Each collective beside plain loops over ranks, on two ranks and on three; groups; what cannot be done."""
+"""Each collective compared with plain loops over ranks, on two ranks and on three; groups; refusals."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _overlaps(rank, world_size):
             (lambda: api.alltoall(x, x), "no all_to_all in place"),
             (
                 lambda: api.alltoall_v(ones, ones, places, x, 2 * ones, places),
-                "comes from ranks 0 and 1 would share memory",
+                "blocks from ranks 0 and 1 would share memory",
             ),
         ):
             with pytest.raises(bagua.InvalidArgument, match=message):

@@ -200,7 +200,7 @@ def refusals(rank, n):
     calls = {
         f"send_tensor is on {kind}:.*, but recv_tensor is on cpu": lambda: api.allreduce(here, torch.ones(4)),
         f"input is on {kind}:.*, but output is on cpu": lambda: api.alltoall(here, torch.ones(4)),
-        "stream of bagua's own": lambda: api.new_group(stream=torch.Stream(here.device)),
+        "stream of bagua": lambda: api.new_group(stream=torch.Stream(here.device)),
     }
     for message, call in calls.items():
         with pytest.raises(bagua.InvalidArgument, match=message):

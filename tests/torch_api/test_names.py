@@ -20,7 +20,7 @@ from bagua.torch_api.data_parallel import bagua_distributed, distributed, functi
 
 ROOT = Path(__file__).parents[2]
 
-# As in release 0.9.2 of the original; `=` and what follows is the default.
+# The signatures of release 0.9.2 of the original; a default follows `=`.
 COLLECTIVES = {
     "init_process_group": "store=None",
     "is_initialized": "",
@@ -69,7 +69,7 @@ CLASSES = {
         "algorithm=GradientAllReduceAlgorithm(hierarchical=False, average=True)"
     ),
 }
-# What classes have and modules hold, beside the functions and classes above.
+# Members of classes and modules besides the functions and classes above.
 MEMBERS = {
     torch.nn.Module: "with_bagua bagua_module_name bagua_ddp bagua_algorithm bagua_optimizers bagua_buckets",
     bagua_distributed.BaguaDistributedDataParallel: (
@@ -96,7 +96,7 @@ MEMBERS = {
     async_model_average.AsyncModelAverageAlgorithm: "peer_selection_mode sync_interval_ms warmup_steps abort resume",
     algorithms.Algorithm: "init",
 }
-# Public names of the original that are not here, by where it has them.
+# Public names of the original that do not exist here, by module.
 ABSENT = {
     bagua.torch_api: "contrib checkpoint model_parallel moe BaguaTensor get_backend tensor bucket utils",
     bagua: "script service bagua_define",
@@ -128,7 +128,7 @@ ABSENT = {
 
 
 def spelt(function) -> str:
-    """The parameters as the tables above have them."""
+    """Returns the parameters in the form of the tables above."""
     words = []
     for parameter in inspect.signature(function).parameters.values():
         assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -235,7 +235,7 @@ def test_torch_compile_still_compiles_modules():
 
 
 def test_a_module_that_is_not_wrapped_has_every_attribute_that_it_lists():
-    """torch.compile takes all of dir(module) from modules of its own."""
+    """torch.compile reads every name in dir(module) of its modules."""
     model = torch.nn.Linear(1, 1)
     for name in dir(model):
         getattr(model, name)

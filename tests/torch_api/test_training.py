@@ -211,7 +211,7 @@ def _data_parallel(rank, world_size):
         assert next(iter(wrapped.state_dict())) == "module.0.weight"
         with wrapped.no_sync():
             wrapped(torch.ones(1, 16)).sum().backward()
-        # By default gradient_allreduce; QAdam brings its optimizer; weights as well as gradients are taken.
+        # The default is gradient_allreduce; QAdam has its optimizer; algorithms of weights and gradients work.
         assert DistributedDataParallel(make(1)[0]).bagua.algorithm.name == "gradient_allreduce"
         model, optimizer = make(1, algorithm="qadam")
         assert DistributedDataParallel(model, algorithm=q.QAdamAlgorithm(optimizer)).bagua_optimizers == [optimizer]
@@ -226,8 +226,8 @@ def test_data_parallel(pool2):
     pool2.run(_data_parallel)
 
 
-def _told_of_a_model(rank, world_size):
-    """What bagua_ddp says, and what a property of it does."""
+def _attributes_of_a_model(rank, world_size):
+    """Checks the attributes of bagua_ddp, and a property of it."""
     with process_group():
         model, optimizer = make(1)
         algorithm = bytegrad.ByteGradAlgorithm()
@@ -269,7 +269,7 @@ def _told_of_a_model(rank, world_size):
 
 
 def test_bagua_ddp(pool2):
-    pool2.run(_told_of_a_model)
+    pool2.run(_attributes_of_a_model)
 
 
 def _told_of_a_wrapper(rank, world_size):
@@ -319,7 +319,7 @@ def test_algorithms_that_exchange_weights_ask_for_optimizers(pool2):
 
 def _ring(rank, world_size):
     """Once per process, where nodes have several ranks, and only for the hierarchy that there is not."""
-    decentralized._warn_of_the_ring.cache_clear()
+    decentralized._warn_about_hierarchy.cache_clear()
     with process_group(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for hierarchical in (False, True, True):

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a program that runs first on gloo and then on bagua, and the pools for it."""
+"""Shared code of this folder: running a program first on gloo and then on bagua, and the pools for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start(backend: str = "bagua", timeout: timedelta = TIMEOUT) -> None:
 
 
 def values(rank: int, world_size: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Another value for every rank and element, as far as the type can tell them apart."""
+    """Returns different values for every rank and element, as far as the type allows."""
     x = torch.arange(numel) * world_size + rank
     if dtype is torch.bool:
         return x % 3 == 0
@@ -28,7 +28,7 @@ def values(rank: int, world_size: int, numel: int, dtype: torch.dtype = torch.fl
 
 
 def on_both(rank, world_size, program, args):
-    """{backend: what the program returns on this rank}; the program finds torch.distributed initialised."""
+    """Runs a program with torch.distributed initialised on each backend; returns its value by backend."""
     results = {}
     for backend in ("gloo", "bagua"):
         start(backend)

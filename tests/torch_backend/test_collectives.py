@@ -28,7 +28,7 @@ def pool(request, pool2, pool4):
 
 
 def bits(tensor):
-    """What assert_close can compare: float8 and uint16 as bytes."""
+    """Converts a tensor for assert_close: float8 and uint16 become bytes."""
     return tensor.contiguous().view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.uint16) else tensor
 
 
@@ -40,7 +40,7 @@ def reductions(rank, world_size):
             dist.all_reduce(x, op)
             y = values(rank, world_size, 33, dtype) % 3
             dist.reduce(y, dst=1, op=op)
-            # On the others gloo's reduce leaves something that nobody defines.
+            # On the others gloo's reduce leaves an undefined value.
             found[f"{dtype} {op}"] = (x, y if rank == 1 else None)
         parts = [values(rank + 10 * part, world_size, 7, dtype) % 5 for part in range(world_size)]
         out = torch.empty(7, dtype=dtype)
@@ -102,7 +102,7 @@ def movements(rank, world_size, dtypes):
 
 
 def moved(rank, world_size, dtype):
-    """What movements() finds, in plain loops."""
+    """Computes the results of movements() in plain loops."""
     blocks = [block(r, world_size, dtype) for r in range(world_size)]
     everything = torch.cat([bits(b) for b in blocks])
     # single holds the same on all ranks, and every rank sends its r-th block to rank r.
@@ -277,7 +277,7 @@ def test_messages(pool):
 
 
 def refusals(rank, world_size):
-    """What cannot be done says so on the rank itself, and the group goes on."""
+    """Unsupported calls raise on the rank itself, and the group continues to work."""
     x = torch.ones(4)
     cases = [
         (lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)), "PREMUL_SUM"),

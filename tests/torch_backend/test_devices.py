@@ -1,8 +1,7 @@
 """torch.distributed over bagua with tensors of a device.
 
-What a collective gives on the device is what it gives on the CPU, bit for bit, and what a model is trained to is where
-the device is emulated; wait() and futures are those of torch's backends for devices: the streams wait, the host does
-not.
+Collectives give the CPU's bits on the device, and so does training on the emulated device. wait() and futures behave as
+with torch's backends for devices: the streams wait, the host does not.
 """
 
 import time
@@ -143,7 +142,7 @@ def test_collectives_have_the_cpus_bits(pair_on_devices, program):
 
 
 def waits(rank, n):
-    """wait() comes back while the device is still busy with the outcome, which what is enqueued next finds."""
+    """wait() returns while the device is still computing the outcome, which work enqueued next uses."""
     device, were_busy = accelerator.device_of(rank), []
     with accelerator.delayed(0.005):
         for turn in range(12):
@@ -220,7 +219,7 @@ def test_outcomes_live_until_they_are_copied(pair_on_emulated):
 
 
 def seen_elsewhere(rank, n):
-    """What has completed every stream finds."""
+    """Every stream can use the result of a completed Work."""
     side = torch.Stream(accelerator.device_of(rank))
     with accelerator.delayed(0.01):
         for turn in range(8):
@@ -494,7 +493,7 @@ def uneven(rank, n, device, **options):
 
 
 def uneven_by_those_that_are_left(rank, n, device):
-    """The gradients are divided by how many ranks have not joined, which the reducer is told by a future's value."""
+    """The gradients are divided by the number of ranks that have not joined, which the reducer reads from a future."""
     return uneven(rank, n, device, divide_by_initial_world_size=False)
 
 

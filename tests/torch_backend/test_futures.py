@@ -1,4 +1,4 @@
-"""Futures whose callbacks start operations: communication hooks, in one order on all ranks, on threads of their own."""
+"""Futures whose callbacks start operations, such as communication hooks: one order on all ranks, separate threads."""
 
 import gc
 import threading
@@ -55,9 +55,9 @@ def test_a_callback_starts_operations_and_waits_for_them(pool2):
 
 
 def collected(rank, world_size, kind):
-    """Which future is the last, and so which thread calls back, differs between ranks; on some nothing is left to do.
+    """The last future, and so the thread of the callback, differs between ranks; on some all futures have completed.
 
-    What is called back starts an operation and waits for its future, and has another behind it.
+    The callback starts an operation and waits for its future, and has another callback after it.
     """
     one, two = dist.new_group(), dist.new_group()
     results = []
@@ -151,7 +151,7 @@ def gradients(rank, model, step):
 
 
 def unequal_ranks(rank, world_size):
-    """Equal buckets, and ranks that come to them at different times: what a hook starts is not taken for another."""
+    """Buckets are equal, and ranks reach them at different times: operations of hooks are not confused."""
     model = DistributedDataParallel(model_of_buckets(), bucket_cap_mb=0.001)
 
     def hook(_state, bucket):
@@ -222,7 +222,7 @@ def test_torchs_hooks(pool2, hook):
 
 
 def failing(rank, world_size):
-    """What a callback raises is in the future behind it, and in all behind that."""
+    """An exception of a callback is in the future that it completes, and in all that depend on it."""
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     behind = future.then(lambda _: 1 // 0).then(lambda f: f.value())
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -249,7 +249,7 @@ class Odd(RuntimeError):
 
 
 def freed_after_a_failure(rank, world_size):
-    """What a callback has made, and the caller, is freed; the place where it raised is told."""
+    """Tensors of a callback that raised, and of its caller, are freed; the error says where it was raised."""
     watched = []
 
     def fails(error):
@@ -286,7 +286,7 @@ def test_the_failure_of_a_callback_keeps_nothing(pool2):
 
 
 def left_alone(rank, world_size):
-    """DDP raises bagua's error anew; who is at fault is found by its text, after the group is destroyed, too."""
+    """DDP raises a new exception; the rank at fault is found by its text, also after the group is destroyed."""
     model = DistributedDataParallel(torch.nn.Linear(3, 3))
     if rank == 0:
         with pytest.raises(RuntimeError, match="TransportError: rank 1 left the group") as caught:
@@ -307,7 +307,7 @@ def test_the_rank_at_fault_where_torch_raises_it_anew(pool2):
 
 
 def destroyed_within(rank, world_size):
-    """A callback may even end the group; everybody learns so."""
+    """A callback may end the group; all ranks get an error."""
     done = threading.Event()
 
     def end(_future):
@@ -492,8 +492,8 @@ def test_a_callback_that_does_not_end_holds_nothing_up_for_long(pool2):
     run(pool2, held_up)
 
 
-def ending(rank, world_size):
-    """At the end of a program, callbacks of several groups that do not end hold it up once, not each by itself."""
+def ends_with_callbacks(rank, world_size):
+    """A program that ends waits once for callbacks of all groups that do not end, not once for each group."""
     limit_s = 0.5
     gate = threading.Event()
     begun = []
@@ -515,4 +515,4 @@ def ending(rank, world_size):
 
 @pytest.mark.timed
 def test_callbacks_that_do_not_end_when_the_program_does(pool2):
-    run(pool2, ending)
+    run(pool2, ends_with_callbacks)

@@ -1,4 +1,4 @@
-"""Who opens and closes bagua's world, and how torch's groups are made on top of it."""
+"""Opening and closing bagua's world, and making torch's groups from it."""
 
 import os
 from datetime import timedelta
@@ -81,7 +81,7 @@ def test_a_world_of_another_size_is_refused(pool2):
 
 
 def subgroups(rank, world_size):
-    """Overlapping groups, used at the same time, made by everybody or by their members only, in any order of ranks."""
+    """Groups overlap, are used at the same time, and are made by all ranks or by members, in any order of ranks."""
     first, last = [0, 1, 2], [1, 2, 3]
     overlapping = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in (first, last)]
     works = []
@@ -194,7 +194,7 @@ def test_beside_another_backend(pool4):
 
 
 def late_member(rank, world_size):
-    """Of a group of some ranks that do not all come, the one that waits says who did not."""
+    """A rank that waits for a member that does not take part in making a group names it."""
     start("gloo")
     meet()  # gloo still connects on one rank where it has ended on another, which may leave then
     if rank == 1:
@@ -287,7 +287,7 @@ def test_the_timeout_is_torchs(pool2, set_later):
 
 
 def forked(rank, world_size):
-    """A forked child (a DataLoader worker) is told so, and may destroy the groups without harm to its parent."""
+    """A forked child (a DataLoader worker) gets an error, and may destroy the groups without harm to its parent."""
     child = os.fork()
     if child == 0:
         try:

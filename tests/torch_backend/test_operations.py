@@ -1,4 +1,4 @@
-"""What is common to all operations: averages of integers, and that torch.compile leaves the group as it is."""
+"""Properties of all operations: averages of integers, and groups that torch.compile does not trace."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.float64, torch.int32)
 
 
 def in_place(rank, world_size):
-    """As Megatron's optimizer calls them: the shard is a part of the buffer."""
+    """The shard is a part of the buffer, as in calls of Megatron's optimizer."""
     for dtype in DTYPES:
         for numel in (7, 5000, 20000):
             everyone = [values(r, world_size, world_size * numel, dtype) for r in range(world_size)]

@@ -69,7 +69,7 @@ def test_the_entry_point_registers_the_backend(tmp_path):
 
 
 def test_a_store_that_outlives_the_ranks_is_used_again(monkeypatch):
-    """As that of torchrun, which starts all ranks again after a failure (--max-restarts)."""
+    """torchrun's store does, when it starts all ranks again after a failure (--max-restarts)."""
     store = dist.HashStore()
     for attempt in range(3):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))

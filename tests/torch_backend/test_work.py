@@ -1,4 +1,4 @@
-"""The handle: futures without a thread per operation, their exceptions, and handles that nobody keeps."""
+"""The handle: futures without a thread per operation, their exceptions, and handles that are dropped."""
 
 import gc
 import signal
@@ -45,7 +45,7 @@ def test_futures(pool2):
 
 
 def ended(rank, world_size):
-    """An operation that had ended before anybody asked for its future."""
+    """An operation had ended before its future was created."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     while not work.is_completed():
         time.sleep(0.001)
@@ -65,7 +65,7 @@ def test_a_future_of_what_has_ended(pool2):
 
 
 def not_put_back(rank, world_size):
-    """What could not be put where it belongs is no success, and polling for it does not raise."""
+    """A result that could not be copied to its tensor is no success, and polling does not raise."""
     target = torch.zeros(4, 3).t()
     work = dist.all_reduce(target, async_op=True)
 
@@ -156,7 +156,7 @@ def test_what_a_callback_raises_is_reported(pool2):
 
 
 def uneven(rank, world_size, divides_by_all):
-    """Rank r has 2 + r batches. The reducer keeps the C++ half of the Work of each forward, and nobody the other."""
+    """Rank r has 2 + r batches. The reducer keeps the C++ half of each forward's Work, and Python drops the other."""
     torch.manual_seed(5)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
     found = []
@@ -176,7 +176,7 @@ def test_uneven_inputs(pool2, divides_by_all):
 
 
 def uneven_and_busy(rank, world_size):
-    """More operations of the program's own between forward and backward than anybody may count on."""
+    """The program starts very many operations between forward and backward."""
     torch.manual_seed(5)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
     found = []
@@ -247,7 +247,7 @@ def test_a_dropped_work_keeps_its_deadline(pool2):
 
 
 def forget(rank, world_size):
-    """What nobody waits for does not pile up."""
+    """Operations without a wait do not accumulate."""
     alive = []
     for _ in range(600):
         work = dist.all_reduce(torch.ones(1), async_op=True)

@@ -1,4 +1,4 @@
-"""async_model_average: weights are averaged in the background, now and then. Runs bagua's algorithm ``async``."""
+"""async_model_average: weights are averaged in the background, periodically. Runs bagua's algorithm ``async``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["AsyncModelAverageAlgorithm"]
 
 @dataclasses.dataclass(eq=False)
 class AsyncModelAverageAlgorithm(Algorithm, name="async"):
-    """x <- x + (mean over ranks of x~ - x~), where x~ is what x was when the round began.
+    """Averages weights in rounds: x <- x + (mean over ranks of x~ - x~), where x~ is x at the start of the round.
 
     Args:
         peer_selection_mode: "all".
         sync_interval_ms: milliseconds from one round to the next, at least 1.
-        warmup_steps: so many steps average gradients instead.
+        warmup_steps: the number of first steps that average gradients instead.
 
     Raises:
         InvalidArgument: an option out of range.
@@ -45,7 +45,7 @@ class AsyncModelAverageAlgorithm(Algorithm, name="async"):
         return algorithms.create("async", options)
 
     def abort(self, bagua_ddp: torch.nn.Module) -> None:
-        """Ends the averaging until ``resume``; collective, idempotent. Call it before weights are saved or compared.
+        """Pauses the averaging until ``resume``; collective, idempotent. Call it before weights are saved or compared.
 
         Args:
             bagua_ddp: the wrapped model.
@@ -56,7 +56,7 @@ class AsyncModelAverageAlgorithm(Algorithm, name="async"):
         _handle(bagua_ddp).pause()
 
     def resume(self, bagua_ddp: torch.nn.Module) -> None:
-        """Goes on after ``abort``; collective, idempotent."""
+        """Resumes the averaging after ``abort``; collective, idempotent."""
         _handle(bagua_ddp).resume()
 
 

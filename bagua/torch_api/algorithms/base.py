@@ -1,7 +1,7 @@
-"""What the algorithm classes of this folder share: an instance is a choice, and every model gets what it stands for.
+"""The base class of the algorithm classes: an instance holds options, from which each model gets an algorithm of bagua.
 
-Beside the data path: ``bagua.algorithms.create`` makes what runs. Invariant: options have the original project's names
-and defaults, and one that cannot be honoured is refused when the class is called.
+Invariant: options have the original project's names and defaults, and one that cannot be honoured is refused when the
+class is called.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["Algorithm"]
 
 @dataclasses.dataclass(eq=False)
 class Algorithm:
-    """Base class. One instance may serve several models."""
+    """The base class. One instance may serve several models."""
 
     _by_name: ClassVar[dict[str, type[Algorithm]]] = {}
 
     def __init_subclass__(cls, name: str = "") -> None:
         if not name:
             raise InvalidArgument(
-                f"{cls.__name__}: algorithms of your own are subclasses of bagua.algorithms.Algorithm, "
+                f"{cls.__name__}: your own algorithms are subclasses of bagua.algorithms.Algorithm, "
                 "see docs/plugins.md, and run by bagua.with_bagua"
             )
         Algorithm._by_name[name] = cls
@@ -38,10 +38,10 @@ class Algorithm:
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
-        """The algorithm of a name with its options.
+        """Returns the algorithm of that name, with options.
 
         Raises:
-            InvalidArgument: the original has no algorithm of that name; bagua.with_bagua knows more.
+            InvalidArgument: the original has no algorithm of that name; bagua.with_bagua has more.
 
         Example:
             >>> Algorithm.init("bytegrad", hierarchical=False)
@@ -52,13 +52,13 @@ class Algorithm:
         return cls._by_name[name](**kwargs)
 
     def create(self) -> algorithms.Algorithm:
-        """What runs: an algorithm of bagua with these options."""
+        """Creates the algorithm of bagua with these options."""
         raise NotImplementedError(f"{type(self).__name__}.create")
 
     def reify(self, process_group: ProcessGroup) -> algorithms.Algorithm:
-        """The same, for a model that trains in this group."""
+        """Creates the algorithm for a model that trains in this group."""
         return self.create()
 
     def optimizers(self, given: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-        """The model's optimizers, of which ``given`` were passed with it."""
+        """Returns the model's optimizers; ``given`` are those passed with the model."""
         return given

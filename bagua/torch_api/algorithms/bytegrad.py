@@ -10,10 +10,10 @@ from bagua.torch_api.algorithms.base import Algorithm
 
 @dataclasses.dataclass(eq=False)
 class ByteGradAlgorithm(Algorithm, name="bytegrad"):
-    """g <- Q(sum over ranks of Q(g)) / n, where Q encodes and decodes.
+    """Averages gradients in 8 bits: g <- Q(sum over ranks of Q(g)) / n, where Q encodes and decodes.
 
     Args:
-        hierarchical: reduce inside each node at full precision first; only what travels between nodes is encoded.
+        hierarchical: reduce inside each node at full precision first; only messages between nodes are encoded.
         average: divide the sum by the number of ranks.
     """
 

@@ -1,5 +1,6 @@
-"""Weights are averaged among neighbours, at full precision or as 8-bit differences. Runs bagua's ``decentralized`` and
-``low_precision_decentralized``, of which the second knows no hierarchy: that is said in a warning where it matters.
+"""decentralized, low_precision_decentralized: weights are averaged among neighbours, in full or as 8-bit differences.
+
+Runs bagua's algorithms of these names. The second one has no hierarchy; a warning says so if nodes have several ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from bagua.torch_api.algorithms.base import Algorithm
 
 @dataclasses.dataclass(eq=False)
 class DecentralizedAlgorithm(Algorithm, name="decentralized"):
-    """x <- the mean of the neighbours' x and its own, and then the optimizer's step on it.
+    """Averages weights: x <- the mean of the neighbours' x and the rank's x, followed by the optimizer's step.
 
     Args:
-        hierarchical: nodes take the place of ranks, each with the mean of its ranks.
-        peer_selection_mode: "all", or "shift_one": pairs that change.
-        communication_interval: every so many steps.
+        hierarchical: average among nodes instead of ranks, each with the mean of its ranks.
+        peer_selection_mode: "all", or "shift_one" for pairs that change in every step.
+        communication_interval: the number of steps from one exchange to the next.
 
     Raises:
         InvalidArgument: an option out of range.
@@ -35,7 +36,7 @@ class DecentralizedAlgorithm(Algorithm, name="decentralized"):
         if self.peer_selection_mode not in ("all", "shift_one"):
             raise InvalidArgument(
                 f"peer_selection_mode is {self.peer_selection_mode!r}, expected 'all' or 'shift_one'; "
-                "bagua.with_bagua(model, optimizers, algorithm='decentralized', topology=...) knows more"
+                "bagua.with_bagua(model, optimizers, algorithm='decentralized', topology=...) has more topologies"
             )
         options = {
             "topology": self.peer_selection_mode,
@@ -47,12 +48,12 @@ class DecentralizedAlgorithm(Algorithm, name="decentralized"):
 
 @dataclasses.dataclass(eq=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm, name="low_precision_decentralized"):
-    """The ranks tell both their neighbours on a ring, in 8 bits per element, how far their weights have moved.
+    """Sends the change of the weights to both neighbours on a ring, in 8 bits per element.
 
     Args:
-        hierarchical: either value; the ring is always one of ranks. The original makes it one of nodes by default, so
-            True is warned of once where a node has several ranks.
-        communication_interval: every so many steps.
+        hierarchical: has no effect, since the ring is always one of ranks. The original's default is a ring of nodes,
+            so True gives one warning if a node has several ranks.
+        communication_interval: the number of steps from one exchange to the next.
 
     Raises:
         InvalidArgument: an option out of range.
@@ -68,15 +69,15 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm, name="low_precision_decentra
 
     def reify(self, process_group: ProcessGroup) -> algorithms.Algorithm:
         if self.hierarchical and len(process_group.nodes.members) < process_group.size:
-            _warn_of_the_ring()
+            _warn_about_hierarchy()
         return self.create()
 
 
 @functools.cache  # once per process, not once per model
-def _warn_of_the_ring() -> None:
+def _warn_about_hierarchy() -> None:
     warnings.warn(
         "LowPrecisionDecentralizedAlgorithm: hierarchical=True, which is the default, is not supported. Weights are "
-        "not averaged inside each node first; all ranks exchange differences on one ring, so those of one node differ, "
-        "and take longer to agree. Pass hierarchical=False, which asks for that ring, to accept this; or use "
-        "DecentralizedAlgorithm, which is hierarchical, at full precision"
+        "not averaged inside each node first; all ranks exchange differences on one ring, so weights differ inside a "
+        "node, and take longer to converge. Pass hierarchical=False to accept this, or use DecentralizedAlgorithm, "
+        "which is hierarchical, at full precision"
     )

@@ -1,4 +1,4 @@
-"""gradient_allreduce: gradients become their mean, or their sum, over all ranks. Runs bagua's of the same name."""
+"""gradient_allreduce: gradients are averaged, or summed, over all ranks. Runs bagua's algorithm of the same name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bagua.torch_api.algorithms.base import Algorithm
 
 @dataclasses.dataclass(eq=False)
 class GradientAllReduceAlgorithm(Algorithm, name="gradient_allreduce"):
-    """g <- mean over ranks of g.
+    """Averages gradients: g <- mean over ranks of g.
 
     Args:
         hierarchical: reduce inside each node first.

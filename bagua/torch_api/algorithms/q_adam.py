@@ -1,4 +1,4 @@
-"""QAdam: Adam whose momentum travels in 8 bits after a warm-up. Runs bagua's ``qadam`` with ``bagua.optim.QAdam``."""
+"""QAdam: Adam whose momentum is sent in 8 bits after a warm-up. Runs bagua's ``qadam`` with ``bagua.optim.QAdam``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bagua.torch_api.algorithms.base import Algorithm
 
 
 class QAdamOptimizer(QAdam):
-    """bagua.optim.QAdam; see there.
+    """The optimizer bagua.optim.QAdam with the original's argument order.
 
     Args:
         params, lr, warmup_steps, betas, eps, weight_decay: as for Adam; warmup_steps is at least 1.
@@ -37,20 +37,20 @@ class QAdamOptimizer(QAdam):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps before the momentum travels in 8 bits. Read only: it is an entry of each of ``param_groups``."""
+        """The number of steps before the momentum is sent in 8 bits; to change it, set it in all ``param_groups``."""
         return self.param_groups[0]["warmup_steps"]
 
 
 @dataclasses.dataclass(eq=False)
 class QAdamAlgorithm(Algorithm, name="qadam"):
-    """Mean gradients in the warm-up; then m <- mean over ranks of Q(m).
+    """Averages gradients in the warm-up, then the momentum: m <- mean over ranks of Q(m).
 
     Args:
         q_adam_optimizer: the model's optimizer.
-        hierarchical: reduce inside each node at full precision first; only what travels between nodes is encoded.
+        hierarchical: reduce inside each node at full precision first; only messages between nodes are encoded.
 
     Raises:
-        InvalidArgument: the optimizer is another one.
+        InvalidArgument: the optimizer is no QAdam.
     """
 
     q_adam_optimizer: QAdam
@@ -58,7 +58,7 @@ class QAdamAlgorithm(Algorithm, name="qadam"):
 
     @property
     def optimizer(self) -> QAdam:
-        """The same as ``q_adam_optimizer``."""
+        """An alias of ``q_adam_optimizer``."""
         return self.q_adam_optimizer
 
     def create(self) -> algorithms.Algorithm:

@@ -1,4 +1,4 @@
-"""The classes of ``q_adam``, by the name that the algorithm has everywhere else."""
+"""The classes of ``q_adam``, under the name that bagua uses for the algorithm."""
 
 from .q_adam import QAdamAlgorithm, QAdamOptimizer
 

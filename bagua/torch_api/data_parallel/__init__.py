@@ -1,4 +1,4 @@
-"""DistributedDataParallel, where the original project has it."""
+"""The module path of DistributedDataParallel in the original project."""
 
 from .distributed import DistributedDataParallel
 

@@ -1,7 +1,7 @@
-"""``model.bagua_ddp`` of the original project: what a model was wrapped with.
+"""``model.bagua_ddp`` of the original project, which holds the arguments that a model was wrapped with.
 
-Beside the data path: ``model.bagua`` is what trains. Invariants: one per wrap, found by the model's handle, so that a
-copy of the model has none; it holds the model weakly, since the table of them must not keep models alive.
+Training itself is done by ``model.bagua``. Invariants: each wrap has one, found by the model's handle, so a copy of the
+model has none; it holds a weak reference to the model, because the table of them must not keep models alive.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _of_handle: weakref.WeakKeyDictionary[BaguaHandle, BaguaDistributedDataParallel]
 
 
 class BaguaDistributedDataParallel:
-    """Made by with_bagua and DistributedDataParallel, not by hand.
+    """The arguments of a wrapped model; made by with_bagua and DistributedDataParallel, not by hand.
 
     Attributes:
         bagua_algorithm: the instance that was passed.
-        bagua_optimizers: those that step the model's parameters.
+        bagua_optimizers: the optimizers of the model's parameters.
         process_group: the ranks that train together.
-        parameters_to_ignore: empty, because what would be in it is refused.
+        parameters_to_ignore: always empty, because parameters to ignore are refused.
 
     Raises:
         InvalidArgument: the algorithm is none of the original's classes, or parameters are to be ignored.
@@ -58,7 +58,7 @@ class BaguaDistributedDataParallel:
         self._earlier = wrapped(module)
 
     def begin(self) -> None:
-        """The module has been wrapped; from now on it has this ``bagua_ddp``."""
+        """Makes this the ``bagua_ddp`` of the module, which has been wrapped."""
         module = self.module
         if self._earlier is not None:
             self._earlier._hook.remove()
@@ -70,17 +70,17 @@ class BaguaDistributedDataParallel:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model itself; None after it was deleted."""
+        """The model; None after it was deleted."""
         return self._module()
 
     @property
     def bagua(self) -> BaguaHandle:
-        """The model's handle, for what the original does not have."""
+        """The model's handle, for functions that the original does not have."""
         return self.module.bagua
 
     @property
     def bagua_module_name(self) -> str:
-        """The model's."""
+        """The model's label."""
         return self.module.bagua_module_name
 
     @property
@@ -90,12 +90,12 @@ class BaguaDistributedDataParallel:
 
     @property
     def bagua_train_step_counter(self) -> int:
-        """Number of forwards in training mode since the model was wrapped."""
+        """The number of forwards in training mode since the model was wrapped."""
         return self._forwards.num
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards synchronise; False has the effect of no_sync until it is True again."""
+        """True if backwards synchronise; setting it to False has the effect of no_sync until it is True again."""
         return self.bagua.reducer.synchronises
 
     @require_backward_grad_sync.setter
@@ -104,7 +104,7 @@ class BaguaDistributedDataParallel:
 
 
 class _TrainingForwards:
-    """A module hook that counts; a copy of the module counts for itself."""
+    """A module hook that counts forwards; a copy of the module has its own count."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -115,7 +115,7 @@ class _TrainingForwards:
 
 
 def wrapped(module: torch.nn.Module) -> BaguaDistributedDataParallel | None:
-    """The ``bagua_ddp`` of a module; None where with_bagua of this package has not wrapped it as it is now."""
+    """Returns the ``bagua_ddp`` of a module; None if its current wrap was not made by this package."""
     handle = getattr(module, "bagua", None)
     return _of_handle.get(handle) if isinstance(handle, BaguaHandle) else None
 
@@ -124,7 +124,7 @@ def _check(module: torch.nn.Module, algorithm: Algorithm) -> None:
     if not isinstance(algorithm, Algorithm):
         raise InvalidArgument(
             f"algorithm is a {type(algorithm).__name__}, expected one of bagua.torch_api.algorithms, such as "
-            "bytegrad.ByteGradAlgorithm(); bagua.with_bagua takes names and algorithms of your own"
+            "bytegrad.ByteGradAlgorithm(); bagua.with_bagua takes names and your own algorithms"
         )
     for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
         if ignored := getattr(module, name, None):

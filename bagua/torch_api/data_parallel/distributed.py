@@ -1,7 +1,7 @@
 """DistributedDataParallel with the original project's arguments.
 
-Data path: the caller -> **here** -> bagua.DistributedDataParallel. For arguments that it does not support the original
-falls back to torch's class, without the algorithm; here they are honoured or refused.
+Data path: the caller -> **here** -> bagua.DistributedDataParallel. Where the original does not support an argument, it
+falls back to torch's class without the algorithm; here every argument is honoured or refused.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DEFAULT_ALGORITHM = GradientAllReduceAlgorithm()
 
 
 class DistributedDataParallel(data_parallel.DistributedDataParallel):
-    """Replaces torch's class of that name; ``module`` is the wrapped module.
+    """A replacement of torch's class of that name; ``module`` is the wrapped module.
 
     Args:
         module: the module to train, with its parameters on one device.
         broadcast_buffers: True: rank 0's are sent before training forwards, by algorithms that synchronise gradients.
             False: each rank keeps its own.
         process_group: a group of new_group or of torch.distributed; all ranks by default.
-        bucket_cap_mb: cap of a bucket in MiB.
+        bucket_cap_mb: maximum size of a bucket in MiB.
         find_unused_parameters: a backward may leave parameters out.
         gradient_as_bucket_view: True; gradients always lie in the buckets.
-        optimizers: those that step its parameters.
+        optimizers: the optimizers of its parameters.
         algorithm: an instance of a class of bagua.torch_api.algorithms.
         device_ids, output_device: None, or the one device that the module is on.
         dim, check_reduction: their defaults.
@@ -82,17 +82,17 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
 
     @property
     def inner(self) -> BaguaDistributedDataParallel:
-        """The same as ``bagua_ddp``."""
+        """An alias of ``bagua_ddp``."""
         return self.bagua_ddp
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards synchronise: False inside no_sync."""
+        """True if backwards synchronise; False inside no_sync."""
         return self.bagua_ddp.require_backward_grad_sync
 
     @property
     def parameters_to_ignore(self) -> list[str]:
-        """Empty, because what would be in it is refused."""
+        """An empty list, because parameters to ignore are refused."""
         return self.bagua_ddp.parameters_to_ignore
 
 

@@ -1,7 +1,7 @@
-"""all_reduce as a step of a computation that has gradients.
+"""A differentiable all_reduce.
 
-Data path: the caller, and autograd -> **here** -> bagua.ProcessGroup. One all_reduce forward, one of the gradients
-backward: a sum over ranks is its own adjoint, so every rank's input has the sum of all ranks' gradients.
+Data path: the caller, and autograd -> **here** -> bagua.ProcessGroup. One all_reduce in forward, one of gradients in
+backward: a sum over ranks is its own adjoint, so every rank's input gets the sum of all ranks' gradients.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["all_reduce"]
 def all_reduce(
     tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | BaguaProcessGroup | None = None
 ) -> torch.Tensor:
-    """op over ranks of tensor, which stays as it is. All ranks run backward through it, or none.
+    """Returns the reduction of a tensor over ranks. Backward through it must run on all ranks, or on none.
 
     Args:
-        op: torch.distributed.ReduceOp.SUM, or MAX where no gradient is wanted.
-        group: of torch.distributed, or of new_group; all ranks by default.
+        op: torch.distributed.ReduceOp.SUM, or MAX if no gradient is needed.
+        group: a group of torch.distributed or of new_group; all ranks by default.
 
     Raises:
         InvalidArgument: another op, or MAX of a tensor that requires a gradient.

@@ -13,7 +13,7 @@ namespace {
 
 constexpr c10::DispatchKey kKey = c10::DispatchKey::AutocastPrivateUse1;
 
-// What becomes of the arguments.
+// The conversions of an operator's arguments.
 enum class Policy {
   kLowerPrecision,  // all to autocast's type
   kFloat,           // all to f32

@@ -43,7 +43,7 @@ c10::Stream wrapped(bagua::Stream stream) {
                      reinterpret_cast<c10::StreamId>(stream.handle));
 }
 
-// Streams of a device, made when they are asked for and kept: torch copies a Stream and tells nobody when it is done.
+// The streams of a device, created on request and kept, because torch copies a Stream without reporting its end.
 class StreamPool {
  public:
   bagua::Stream next(c10::DeviceIndex device) {
@@ -53,7 +53,7 @@ class StreamPool {
     if (turn == streams.size()) streams.push_back(runtime().create_stream(native_device(device)));
     return streams[turn];
   }
-  // Where memory is freed that several streams used. Nobody else enqueues there.
+  // The stream on which memory used by several streams is freed. It has no other work.
   bagua::Stream janitor(c10::DeviceIndex device) {
     std::lock_guard lock(mutex_);
     auto& stream = janitors_[static_cast<size_t>(device)];
@@ -82,7 +82,7 @@ struct Block {
   std::vector<bagua::Stream> uses;  // by streams other than `stream`
 };
 
-// Never throws: a deleter has nobody to tell. What the device reports is reported again by the next call.
+// Never throws, because a deleter cannot report errors. The next call reports a device's error again.
 void delete_block(void* context) noexcept {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
   bagua::Stream last = block->stream;
@@ -159,7 +159,7 @@ PinnedMemory pinned_memory;
 
 // ---- generators ---------------------------------------------------------------------------------------------------
 
-// A generator of the host that says it is of the device: operators run on the host, so it is the host's that draws.
+// A generator of the host with the device's type: operators run on the host, so the host's generator draws.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(c10::DeviceIndex index, at::Generator drawing = at::detail::createCPUGenerator())
       : c10::GeneratorImpl(c10::Device(kType, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -177,7 +177,7 @@ struct Generator final : c10::GeneratorImpl {
   at::Generator host;
 };
 
-// ---- what torch asks ----------------------------------------------------------------------------------------------
+// ---- the interface that torch calls -------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }

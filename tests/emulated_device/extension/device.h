@@ -1,8 +1,8 @@
-// The torch device "emulated" (PrivateUse1) over bagua's emulated runtime: what the files of this folder share.
+// The torch device "emulated" (PrivateUse1) over bagua's emulated runtime: declarations shared by this folder.
 //
 // Streams: torch's stream_id is the runtime's handle as an integer, 0 the default stream of its device, whose handle is
-// null. Memory belongs to the stream that was current when it was allocated, and is freed in that stream's order;
-// record_stream() lets it live until the recorded ones have come as far, too.
+// null. Memory belongs to the stream that was current at its allocation, and is freed in that stream's order;
+// record_stream() keeps it until the recorded streams have reached this point too.
 #pragma once
 
 #include <atomic>
@@ -27,26 +27,26 @@ inline constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
 // Never destroyed: tensors outlive every static at exit.
 bagua::device::EmulatedRuntime& runtime();
-// How often the host has been told to wait for a device: by a copy, for a number, or explicitly. That the CPU computes
-// operators, and so waits for their operands, does not count.
+// The number of waits of the host for a device: by a copy, for a number, or explicitly. Waits of the CPU that computes
+// operators do not count.
 std::atomic<uint64_t>& num_host_waits();
 
 c10::DeviceIndex current_device();
-// Of the device, -1: of the current one.
+// The stream of the device; -1 means the current device.
 c10::Stream current_stream(c10::DeviceIndex device);
 bagua::Stream native(c10::Stream stream);
 
-// `waiting` waits for what `stream` has to do until now.
+// Makes `waiting` wait for the present work of `stream`.
 void wait_for(bagua::Stream waiting, bagua::Stream stream);
 
 c10::Allocator* allocator();
-// Keeps the memory until `stream` has done what it has to do until now, whoever frees it before. Device memory, or
-// pinned memory of ours; of other memory nothing.
+// Keeps the memory until `stream` has done its present work, even if it is freed before. Has an effect on device memory
+// and our pinned memory only.
 void record_use(const c10::DataPtr& memory, c10::Stream stream);
-// The storage gets `bytes` bytes, of which the first ones are kept.
+// Resizes the storage to `bytes` bytes, and keeps its first ones.
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
-// Whether this is a forked child of a process that used the device.
+// True in a forked child of a process that used the device.
 bool is_in_bad_fork();
 
 // The CPU generator that draws for a generator of this device.

@@ -1,4 +1,4 @@
-// What Python needs of the emulated device besides torch's own interface. See ../__init__.py.
+// The Python interface of the emulated device beyond torch's own. See ../__init__.py.
 #include <chrono>
 #include <map>
 #include <string>
@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-// What a fake libnccl has to know of the device.
+// The device's functions for a fake libnccl.
 const FakeNcclDevice fake_nccl_device{
     [] { return emulated::runtime().current_device().index; },
     [](int device, void* stream, const char* name, void (*run)(void*), void* argument) {

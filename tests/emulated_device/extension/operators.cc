@@ -1,10 +1,10 @@
 // The device's operators: memory and views are its own, everything else is computed by the host.
 //
 // An operator that the host computes waits for the current stream, reads its operands, and enqueues its results on that
-// stream, late. So an operand that another stream has yet to write is read too early, and who reads the result on
-// another stream without an event reads what was there before. (Only a write that another stream does too early, before
-// an operator has read its operand, does not show: the host reads at once.) Such reads and writes are not counted. What
-// the user copies is: it goes through the runtime's copies.
+// stream, late. So an operand that another stream has not written yet is read too early, and a read of the result on
+// another stream without an event gets the old value. (Only a write by another stream that is too early, before an
+// operator has read its operand, is not detected, because the host reads at once.) Such reads and writes are not
+// counted. Copies by the user are, because they use the runtime's copies.
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -61,7 +61,7 @@ bool have_one_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() && is_dense(a);
 }
 
-// A CPU tensor over the device's memory. The stream must have come to what is to be seen.
+// A CPU tensor over the device's memory. The stream must have written the memory before it is read.
 at::Tensor host_view(const at::Tensor& tensor) {
   void* const address = runtime().host_address(tensor.const_data_ptr());
   return at::from_blob(address, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
@@ -171,7 +171,8 @@ void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
       to.copy_(at::empty(to.sizes(), to.options()).copy_(from));
       return;
     }
-    // As torch does between GPUs: on the source's stream, after and before what the other one has to do.
+    // The copy is on the source's stream, ordered after and before the other stream's work, as torch copies between
+    // GPUs.
     wait_for(stream, stream_of(to));
     runtime().copy(to.data_ptr(), from.const_data_ptr(), to.nbytes(), stream);
     wait_for(stream_of(to), stream);
@@ -271,7 +272,7 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
   }
 }
 
-// Whose operands on the CPU a GPU takes, too, whatever their shape: indices.
+// Operators that accept CPU tensors of any shape on a GPU, because these are indices.
 bool takes_indices_of_the_cpu(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   return name == "aten::index" || name == "aten::index_put" || name == "aten::index_put_" ||
@@ -301,8 +302,7 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-// What torch calls for a convolution on a device that it does not know: the CPU's choice of algorithm is made with the
-// operands on the CPU.
+// torch calls this for a convolution on an unknown device: the CPU's algorithm is chosen with the operands on the CPU.
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
                        c10::IntArrayRef output_padding, int64_t groups) {
@@ -331,7 +331,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   return {back(std::get<0>(grads)), back(std::get<1>(grads)), back(std::get<2>(grads))};
 }
 
-// Changes the running statistics, which its schema does not say, so the fallback would lose that.
+// Writes the running statistics, which its schema does not declare, so the fallback would lose the writes.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input,
                                                           const std::optional<at::Tensor>& weight,
                                                           const std::optional<at::Tensor>& bias,
@@ -377,7 +377,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
-// By default torch resolves what is lazy before it copies, by a copy.
+// torch would by default first resolve lazy tensors by another copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
