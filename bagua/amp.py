@@ -32,7 +32,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Example:
         >>> scaler = bagua.amp.GradScaler("cpu")
-        >>> scaler.scale(loss).backward()
+        >>> scaler.scale(loss(model(x), y)).backward()
         >>> scaler.step(optimizer); scaler.update()
     """
 

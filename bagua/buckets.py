@@ -113,7 +113,7 @@ class Bucket:
     Example:
         >>> for bucket in model.bagua.buckets:
         ...     print(bucket.label, bucket.num_bytes, bucket.names, bucket.declaration)
-        bucket 0 128 ('bias', 'weight') all_reduce, full precision
+        bucket 0 128 ('bias', 'weight') not sent yet
     """
 
     def __init__(

@@ -84,7 +84,9 @@ class LowPrecisionDecentralized(ExchangedWeights):
         self._replicas: dict[int, tuple[torch.Tensor, ...]] = {}  # by bucket: own, left, right
         self._scratch: list[torch.Tensor] = []  # of two buckets, on their way out and in
         self._loading: dict[int, list[torch.Tensor]] | None = None
-        self._looks: list[tuple[Bucket, HostCopy]] = []  # on a device: whether the weights were finite after the step
+        # On a device: the buckets of an exchange with their flags, True where weights are finite, and the flags' copy.
+        self._flags: list[tuple[Bucket, torch.Tensor]] = []
+        self._looks: list[tuple[list[Bucket], HostCopy]] = []
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._replicas = {}
@@ -112,9 +114,10 @@ class LowPrecisionDecentralized(ExchangedWeights):
 
     def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         looks, self._looks = self._looks, []
-        for bucket, are_finite in looks:
-            if not are_finite.get():
-                raise self._ended(bucket)
+        for exchanged, are_finite in looks:
+            for bucket, is_finite in zip(exchanged, are_finite.get().tolist(), strict=True):
+                if not is_finite:
+                    raise self._ended(bucket)
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
@@ -133,6 +136,9 @@ class LowPrecisionDecentralized(ExchangedWeights):
             under_way.append((bucket, flat, self._start(bucket, flat, self.num_steps[index])))
         for exchange in under_way:
             self._finish(*exchange)
+        if self._flags:
+            flags, self._flags = self._flags, []
+            self._looks.append(([bucket for bucket, _ in flags], HostCopy(torch.stack([flag for _, flag in flags]))))
 
     def _start(self, bucket: Bucket, flat: torch.Tensor, step: int) -> Work:
         group, codec = self.training.group, self._codec
@@ -147,7 +153,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         if work.nonfinite_blocks:
             raise self._ended(bucket)
         if work.nonfinite_blocks is None and bucket.kind:  # on a device, where a block with NaN comes out as NaN
-            self._looks.append((bucket, HostCopy(flat.isfinite().all())))
+            self._flags.append((bucket, flat.isfinite().all()))
         bucket.store(flat=flat)
         for replica in self._replicas.get(bucket.index, ()):
             bucket.zero_padding(replica)  # where the weights have no part what the codec rounds would add up

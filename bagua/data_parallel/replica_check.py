@@ -148,7 +148,7 @@ class ReplicaCheck:
         if not check.events:
             self._resolve(check, check.gathered)
         else:
-            check.copy = HostCopy(check.gathered, at_once=True)
+            check.copy = HostCopy(check.gathered)
             self._arriving = check
 
     def check_now(self, parameters: bool = True, buffers: bool = True) -> None:

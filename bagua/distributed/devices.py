@@ -1,4 +1,4 @@
-"""The questions that communication and training ask torch about devices; no other file of theirs asks.
+"""Every question of communication and training to torch about devices is in this file.
 
 Data path: tensors.py asks whether the core can work where a tensor lies, process_group.py on which stream its values
 are ready, work.py which stream is to find the result. CUDA and the emulated device of the tests are one text: what
@@ -7,8 +7,6 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -37,7 +35,6 @@ __all__ = [
     "processor_of",
     "recorded_event",
     "seeded",
-    "send_host_copies",
     "supported_types",
     "timing_event",
     "use_stream",
@@ -98,7 +95,7 @@ def current_stream(device: torch.device) -> StreamKey | None:
 
 
 def current_handle_of(device: torch.device) -> Callable[[], int]:
-    """Returns a function that returns the handle of that stream, for callers that ask at every gradient; 0 for the CPU.
+    """Returns a function that returns the handle of that stream, called for every gradient; 0 for the CPU.
 
     A device of another kind has an index.
     """
@@ -110,7 +107,7 @@ def current_handle_of(device: torch.device) -> Callable[[], int]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns True if the caller's work on the device is recorded into a graph, to be replayed, and does not run."""
+    """Returns True if what the caller enqueues on the device is recorded into a graph and does not run now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -214,100 +211,21 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 class HostCopy:
-    """A small tensor on its way from a device to the host, which goes on meanwhile.
-
-    All that are on their way from one device travel in one copy, when send_host_copies() is called, or when one of them
-    is asked for.
+    """A copy of a small tensor of a device that is on its way to the host, which continues meanwhile.
 
     Args:
-        tensor: as the current stream finds it there; it is not written to any more.
-        at_once: it travels now, by itself.
+        tensor: as the caller's current stream finds it.
     """
 
-    __slots__ = ("__weakref__", "_device", "_event", "_stream", "_tensor", "_values", "_version")
-
-    def __init__(self, tensor: torch.Tensor, at_once: bool = False) -> None:
-        self._tensor, self._device, self._stream = tensor.detach(), tensor.device, current_stream(tensor.device)
-        self._version = tensor._version
-        self._event = recorded_event(tensor.device)  # of the tensor, and once it is sent of its copy
-        self._values: torch.Tensor | None = None
-        with _copies_lock:
-            if at_once:
-                _send(self._device, [self])
-            else:
-                _unsent.setdefault(self._device, weakref.WeakSet()).add(self)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, at_once: bool = False) -> HostCopy:
-        """The copy of this tensor that another caller has made, if it is still there and the tensor is the same."""
-        key = tensor.data_ptr(), tensor.dtype
-        copy = _shared.get(key)
-        if copy is None or copy._tensor._version != copy._version:
-            _shared[key] = copy = cls(tensor, at_once)
-        elif at_once:
-            copy._sent()
-        return copy
-
-    def order_behind(self) -> None:
-        """Orders later work of the device's current stream behind the copy; the host does not wait."""
-        self._sent()
-        current_torch_stream(self._device).wait_event(self._event)
-
-    def get_now(self) -> torch.Tensor | None:
-        """The values; None where they are not there yet."""
-        values = self._sent()
-        return values if self._event.query() else None
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device=_CPU)
+        self._values.copy_(tensor, non_blocking=True)
+        self._event = recorded_event(tensor.device)
 
     def get(self) -> torch.Tensor:
-        """The values; waits until they are there."""
-        values = self._sent()
+        """Returns the values; waits until they are there."""
         self._event.synchronize()
-        return values
-
-    def _sent(self) -> torch.Tensor:
-        with _copies_lock:
-            if self._values is None:
-                _send_unsent(self._device)
-            assert self._values is not None
-            return self._values
-
-
-_copies_lock = threading.Lock()
-# The copies that are still to travel, by device; a copy that is no longer referenced need not.
-_unsent: dict[torch.device, weakref.WeakSet[HostCopy]] = {}
-# The tensors that these copies keep, by address and dtype.
-_shared: weakref.WeakValueDictionary[tuple[int, torch.dtype], HostCopy] = weakref.WeakValueDictionary()
-
-
-def send_host_copies() -> None:
-    """Sends the contents of HostCopies now, behind what the current streams have been given."""
-    with _copies_lock:
-        for device in [*_unsent]:
-            _send_unsent(device)
-
-
-def _send_unsent(device: torch.device) -> None:
-    _send(device, [*_unsent[device]])
-    del _unsent[device]
-
-
-def _send(device: torch.device, copies: list[HostCopy]) -> None:
-    """Copies the numbers as bytes, the widest first, so that each is aligned; under the lock."""
-    if not copies:
-        return  # no caller is left
-    stream, here = current_torch_stream(device), current_stream(device)
-    for copy in copies:
-        if copy._stream != here:
-            stream.wait_event(copy._event)
-            keep_for_current_stream(copy._tensor)
-    copies.sort(key=lambda copy: -copy._tensor.itemsize)
-    parts = [copy._tensor.reshape(-1).view(torch.uint8) for copy in copies]
-    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-    values = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
-    values.copy_(joined, non_blocking=True)
-    event = recorded_event(device)
-    for copy, part in zip(copies, values.split([part.numel() for part in parts]), strict=True):
-        copy._values, copy._event = part.view(copy._tensor.dtype).view(copy._tensor.shape), event
+        return self._values
 
 
 class BackwardStream:
@@ -360,7 +278,7 @@ class BackwardStream:
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
-        """As ``entered``, where autograd has had the current stream, the caller's, wait for all of backward.
+        """Works as ``entered``, where autograd has had the current stream, the caller's, wait for all of backward.
 
         What is enqueued on the current stream afterwards is behind it.
         """

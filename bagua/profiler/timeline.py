@@ -41,7 +41,7 @@ class Timeline:
     Example:
         >>> model.bagua.timeline().summary()
         {'steps': ..., 'exposed_s': ..., 'bytes_sent': ..., 'network_bytes_sent': ...,
-         'buckets': {'bucket 0': 'all_reduce, full precision'}}
+         'buckets': {'bucket 0': 'not sent yet'}}
         >>> model.bagua.timeline().save("rank0.json")  # for ui.perfetto.dev
     """
 

@@ -22,8 +22,8 @@ DDP = "DDP gloo"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     DDP: ("", {}),
     "gradient_allreduce": ("gradient_allreduce", {}),
-    "decentralized, shift_one": ("decentralized", {"topology": "shift_one", "skip_together": False}),
-    "local_sgd, every 8 steps": ("local_sgd", {"sync_every": 8, "skip_together": False}),
+    "decentralized, shift_one": ("decentralized", {"topology": "shift_one"}),
+    "local_sgd, every 8 steps": ("local_sgd", {"sync_every": 8}),
     "async, every 0.05 s": ("async_averaging", {"sync_interval": 0.05}),
 }
 SLOW = ("always the same", "another one at each step")

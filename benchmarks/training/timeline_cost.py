@@ -29,7 +29,7 @@ ALLOWED_SHARE = 0.01
 _COUNTED_STEPS = 8
 _READINGS = 20
 _CALLS, _SPANS = 2000, 50
-# The reads of the clock in Step: the end of a forward, the beginning of a step and of the wait, and its end.
+# The reads of the clock in the Reducer: the end of a forward, the beginning of a step and of the wait, and its end.
 _CLOCK_READINGS = 5
 
 
@@ -47,12 +47,12 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
     model, train = _sleeping_model(algorithm)
     for _ in range(3):  # buckets are planned anew in the second
         train()
-    step = model.bagua.step
-    real, nothing = step.recorder, _Nothing()
-    counts = _count(step, train)
+    reducer = model.bagua.reducer
+    real, nothing = reducer.recorder, _Nothing()
+    counts = _count(reducer, train)
 
     def record_with(recorder: Any) -> Callable[[], None]:
-        return lambda: _give(step, recorder)
+        return lambda: _give(reducer, recorder)
 
     samples = timing.interleaved(
         {
@@ -62,7 +62,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
         repetitions=repetitions,
         barrier=bagua.barrier,
     )
-    _give(step, real)
+    _give(reducer, real)
     if model.bagua.timeline().summary()["steps"] != 3 + _COUNTED_STEPS + repetitions + 1:
         raise RuntimeError(f"{algorithm}: the recorder has not seen every step")
     costs = _costs_of_calls(type(real)(), repetitions)
@@ -121,9 +121,9 @@ def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
     return model, train
 
 
-def _give(step: Any, recorder: Any) -> None:
-    """Makes the step, and its work around the optimizer's, use this recorder from now on."""
-    step.recorder = step.optimizer_steps._recorder = step._bucket_group._record._recorder = recorder
+def _give(reducer: Any, recorder: Any) -> None:
+    """Makes the reducer, and the operations of its algorithm, use this recorder from now on."""
+    reducer.recorder = reducer._bucket_group._record._recorder = recorder
 
 
 class _Nothing:
@@ -154,21 +154,21 @@ class _Counting:
         return getattr(self._recorder, name)
 
 
-def _count(step: Any, train: Callable[[], None]) -> dict[str, float]:
+def _count(reducer: Any, train: Callable[[], None]) -> dict[str, float]:
     """Returns the calls per step, by their names in `_costs_of_calls`."""
     import bagua
 
     group = bagua.get_default_group()
-    real, counting = step.recorder, _Counting(step.recorder)
-    _give(step, counting)
+    real, counting = reducer.recorder, _Counting(reducer.recorder)
+    _give(reducer, counting)
     num_spans = 0
     for _ in range(_COUNTED_STEPS):  # one step at a time, because the log is a ring
         group.events(clear=True)
         train()
         num_spans += len(group.events())
     calls = counting.calls
-    _give(step, real)
-    expected = {"hook": 3, "check": 2, "add_compute": 1, "add_work": NUM_BUCKETS, "add_step": 1}
+    _give(reducer, real)
+    expected = {"hook": 1, "check": 1, "add_compute": 1, "add_work": NUM_BUCKETS, "add_step": 1}
     per_step = {name: count / _COUNTED_STEPS for name, count in calls.items()}
     if per_step != expected:
         raise RuntimeError(f"calls of the recorder per step are {per_step}, expected {expected}")

@@ -1,4 +1,4 @@
-"""async: what rounds add to the weights adds up to zero over the ranks, and nobody waits for anybody."""
+"""async: what rounds add to the weights adds up to zero over the ranks, and no rank waits for another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _adds_up(rank, world_size, dtype, num_steps, seconds):
         for step in itertools.count():
             if step >= num_steps[rank] and _num_rounds(model) >= 3:
                 break
-            # Who waits for rounds of a slower rank stays where it is: dtypes of few bits round larger weights more.
+            # A rank that waits for a slower one stays where it is: dtypes of few bits round larger weights more.
             c = _integers(rank, step, 3000) if step < 4 * num_steps[rank] else torch.zeros(3000)
             optimizer.zero_grad()
             model(c.to(dtype)).backward()
@@ -96,7 +96,7 @@ def test_ranks_meet_between_their_targets(pool2):
         assert float((torch.tensor(own, dtype=torch.float64) - mean).norm()) < 0.5 * alone
 
 
-def _behind_nobody(rank, world_size):
+def _behind_no_rank(rank, world_size):
     """Rank 1 makes its first step when rank 0 has made twenty, in the middle of a round that waits for rank 1."""
     with process_group():
         model = torch.nn.Linear(512, 512)
@@ -123,9 +123,9 @@ def _behind_nobody(rank, world_size):
         return min(span.begin_ns for span in spans), end_ns, max(span.end_ns for span in spans)
 
 
-def test_a_slow_rank_slows_nobody_down(pool2):
+def test_a_slow_rank_slows_no_other_down(pool2):
     """No step waits for a round: the timeline shows one that began under the steps and ended after them."""
-    begin_ns, stepped_ns, end_ns = pool2.run(_behind_nobody)[0]
+    begin_ns, stepped_ns, end_ns = pool2.run(_behind_no_rank)[0]
     assert begin_ns < stepped_ns < end_ns
 
 

@@ -88,7 +88,7 @@ def _early_end(rank, world_size):
 
 
 @pytest.mark.timed
-def test_a_rank_that_ends_early_is_named_and_hurts_nobody(pool4):
+def test_a_rank_that_ends_early_is_named_and_ends_no_other(pool4):
     results = pool4.run(_early_end)
     assert results[2] == []
     for rank in (0, 1, 3):
@@ -98,7 +98,7 @@ def test_a_rank_that_ends_early_is_named_and_hurts_nobody(pool4):
 
 
 def _program(rank, world_size, how):
-    """Rank 1 ends by an exception that nobody catches, as a program does; what the other one hears."""
+    """Rank 1 ends by an uncaught exception, as a program does; returns the other one's error."""
     bagua.init_process_group(timeout=_LONG_S)
     if how == "own hook":
         sys.excepthook = lambda *of: print("own hook", file=sys.stderr)
@@ -127,7 +127,7 @@ def _program(rank, world_size, how):
 
 @fast_in("how", ["own hook"], ["default hook", "own hook"])
 def test_a_crash_is_no_end(how, capfd):
-    """One hears of the other's exception that nobody catches, long before any deadline."""
+    """One rank raises the other's uncaught exception, long before any deadline."""
     (culprit, message), _ = spawn(_program, 2, args=(how,), timeout=_LONG_S / 2, expect_exit={1: 1})
     assert ("own hook" if how == "own hook" else "a mistake of the user's") in capfd.readouterr().err
     assert culprit == 1 and 'rank 1 failed, and trains no more: KeyError: "a mistake of the user' in message
@@ -233,7 +233,7 @@ def _rank_of_multiprocessing(rank, path, how, connection):
 
 
 def _starts_processes(rank, world_size, path, how):
-    """What the first of two processes hears of the other."""
+    """Returns the error or warning that the first of two processes gets of the other."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe()
     processes = [context.Process(target=_rank_of_multiprocessing, args=(i, path, how, sender)) for i in range(2)]

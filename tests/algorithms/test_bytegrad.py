@@ -15,7 +15,7 @@ BLOCK = 2048
 WITHOUT_FEEDBACK = [name for name in bagua.codecs.available() if not bagua.codecs.get(name).needs_error_feedback]
 
 
-def _quantise(values):
+def quantise(values):
     """minmax_uint8 in float64, element by element: 255 steps from min to max, moved so that 0 is at one of them."""
     result = []
     for begin in range(0, len(values), BLOCK):
@@ -49,9 +49,9 @@ def _two_shot(rank, world_size, rows, codec):
         assert bool(((actual.double() - mean).abs() <= 1.05 * bound).all())
         assert_equal_on_all_ranks({"grad": actual})
         if codec == "minmax_uint8":
-            first = [torch.tensor(_quantise(grad.flatten().tolist())) for grad in per_rank]
+            first = [torch.tensor(quantise(grad.flatten().tolist())) for grad in per_rank]
             summed = sum(first) / world_size
-            expected = torch.tensor(_quantise(summed.tolist())).reshape(rows, BLOCK)
+            expected = torch.tensor(quantise(summed.tolist())).reshape(rows, BLOCK)
             # Rounding differs from float64 where a value lies on the edge between two codes: one step, rarely.
             step = (summed.max() - summed.min()) / 255
             off = (actual - expected).abs()
@@ -97,6 +97,8 @@ def _declared(rank, world_size):
         model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 2), torch.nn.Linear(2, 2).double())
         model.bias, model.flat = (torch.nn.Parameter(torch.zeros(numel)) for numel in (65_536, 65_537))
         model = bagua.with_bagua(model, algorithm="bytegrad", bucket_bytes=33_000)
+        assert {str(bucket.declaration) for bucket in model.bagua.buckets} == {"not sent yet"}
+        sum(parameter.sum() for parameter in model.parameters()).backward()
         return {name: str(bucket.declaration) for bucket in model.bagua.buckets for name in bucket.names}
 
 
@@ -150,34 +152,23 @@ def test_hierarchical(pool_of_two_nodes, codec):
 
 
 def _hierarchical_on_one_node(rank, world_size, algorithm):
-    """Nothing is encoded, so a NaN stays where it stood; a step with it is refused all the same."""
+    """Nothing is encoded, so a NaN stays where it stood."""
     with process_group():
         model = torch.nn.Linear(BLOCK, 8, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if algorithm == "qadam":
             optimizer = bagua.optim.QAdam(model.parameters(), lr=0.1, warmup_steps=1, eps=1.0)
         model = bagua.with_bagua(model, [optimizer], algorithm=algorithm, hierarchical=True)
-        generator = torch.Generator().manual_seed(rank)
-        if algorithm == "qadam":
-            (model.weight * torch.randn(8, BLOCK, generator=generator)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        (bucket,) = model.bagua.buckets
-        assert bucket.declaration.codec is None and "one node" in str(bucket.declaration), str(bucket.declaration)
+        (model.weight * (1.0 + rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         per_rank = [torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(9 + r)) for r in range(world_size)]
         per_rank[0][0, 0] = per_rank[1][3, 5] = float("nan")
         (model.weight * per_rank[rank]).sum().backward()
+        (bucket,) = model.bagua.buckets
+        assert bucket.declaration.codec is None and "one node" in str(bucket.declaration), str(bucket.declaration)
         assert torch.equal(model.weight.grad.isnan(), sum(per_rank).isnan())
         assert torch.allclose(model.weight.grad, sum(per_rank) / world_size, equal_nan=True)
-        assert not bucket.is_finite()
-        before = model.weight.detach().clone()
-        with pytest.raises(bagua.InvalidArgument, match=r"NaN or Inf on some rank.*bucket 0 \(weight\)"):
-            optimizer.step()
-        assert torch.equal(model.weight, before)
-        optimizer.zero_grad()
-        (model.weight * (1 + rank)).sum().backward()  # the ranks go on together
-        optimizer.step()
-        assert_equal_on_all_ranks({"weight": model.weight})
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "qsgd", "qadam"])
@@ -185,25 +176,19 @@ def test_hierarchical_on_one_node(pool2, algorithm):
     pool2.run(_hierarchical_on_one_node, args=(algorithm,))
 
 
-def _nan_on_one_rank(rank, world_size, codec, bad_rank, place, value):
-    """All ranks of all nodes refuse the step, whether they lead their node or not, and whoever had it."""
+def _nan_on_one_rank(rank, world_size, codec, bad_rank):
+    """It reaches all ranks of all nodes, those that lead their node and the others, whichever had it."""
     with process_group():
-        model = torch.nn.Linear(BLOCK, 8, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = bagua.with_bagua(model, [optimizer], algorithm="bytegrad", codec=codec, hierarchical=True)
-        before = model.weight.detach().clone()
-        factor = torch.ones(8, BLOCK)
-        if rank == bad_rank:
-            factor.view(-1)[place] = value
-        (model.weight * factor).sum().backward()
-        with pytest.raises(bagua.InvalidArgument, match=r"NaN or Inf on some rank.*bucket 0 \(weight\)") as caught:
-            optimizer.step()
-        assert torch.equal(model.weight, before)
-        optimizer.zero_grad()
-        (model.weight * (1 + rank)).sum().backward()  # the ranks go on together
-        optimizer.step()
-        assert_equal_on_all_ranks({"weight": model.weight})
-        return str(caught.value)
+        model = bagua.with_bagua(torch.nn.Linear(BLOCK, 8), algorithm="bytegrad", codec=codec, hierarchical=True)
+        for offset, value in ((0, float("nan")), (3 * BLOCK + 1000, float("nan")), (8 * BLOCK - 1, float("inf"))):
+            model.zero_grad()
+            factor = torch.ones(8, BLOCK)
+            if rank == bad_rank:
+                factor.view(-1)[offset] = value
+            ((model.weight * factor).sum() + model.bias.sum()).backward()
+            assert not model.weight.grad.view(-1)[offset].isfinite(), offset
+            assert torch.equal(model.bias.grad, torch.ones(8))
+            assert_equal_on_all_ranks({"grad": model.weight.grad})
 
 
 @fast_in(
@@ -211,8 +196,5 @@ def _nan_on_one_rank(rank, world_size, codec, bad_rank, place, value):
     [("minmax_uint8", 0), ("bf16", 1), ("qsgd:bits=4", 3)],
     list(itertools.product(["minmax_uint8", "bf16", "qsgd:bits=4"], [0, 1, 3])),
 )
-def test_a_nan_under_hierarchical_is_refused_on_all_ranks(pool_of_two_nodes, codec, bad_rank):
-    for place, value in ((0, float("nan")), (3 * BLOCK + 1000, float("nan")), (8 * BLOCK - 1, float("inf"))):
-        arguments = (codec, bad_rank, place, value)
-        messages = pool_of_two_nodes.run(_nan_on_one_rank, args=arguments, env={"BAGUA_SOCKET_IFNAME": "lo"})
-        assert len(set(messages)) == 1, messages
+def test_a_nan_under_hierarchical_reaches_all_ranks(pool_of_two_nodes, codec, bad_rank):
+    pool_of_two_nodes.run(_nan_on_one_rank, args=(codec, bad_rank), env={"BAGUA_SOCKET_IFNAME": "lo"})

@@ -189,12 +189,12 @@ def _hierarchical(rank, world_size, topology):
 
 
 def _nodes_matrix(counts):
-    """Between nodes w_kl m / n_k, m the smallest node; inside a node everybody gets the same."""
+    """Between nodes w_kl m / n_k, m the smallest node; inside a node all ranks get the same."""
 
     def matrix(topology, n, s):
         node_of = [k for k, count in enumerate(counts) for _ in range(count)]
         between = weights_matrix(topology, len(counts), s)
-        if topology == "all" or (len(counts) <= 3 and topology == "ring"):  # everybody with everybody
+        if topology == "all" or (len(counts) <= 3 and topology == "ring"):  # all ranks with all
             return [[1 / n] * n for _ in range(n)]
         smallest = min(counts)
         for k, row in enumerate(between):

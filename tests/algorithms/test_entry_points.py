@@ -204,7 +204,7 @@ def test_one_class_has_one_name(install):
         get("zz_two")
 
 
-def test_the_decorator_refuses_a_name_of_bagua_whose_file_nobody_has_imported(monkeypatch):
+def test_the_decorator_refuses_a_name_of_bagua_whose_file_is_not_imported_yet(monkeypatch):
     monkeypatch.delitem(registry._classes, "bytegrad", raising=False)
     with pytest.raises(InvalidArgument, match="'bytegrad' is already taken by bagua itself"):
 

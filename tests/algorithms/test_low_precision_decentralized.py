@@ -101,7 +101,7 @@ def test_dtypes(pool3, dtype):
     per_rank = pool3.run(_train, args=("fp16", 1, dtype))
     if dtype == torch.float64:
         spread = max(abs(a - b) for a, b in zip(per_rank[0][-1], per_rank[1][-1], strict=True))
-        assert spread < 1e-12  # on a ring of three everybody is everybody's neighbour, and x <- mean x comes last
+        assert spread < 1e-12  # on a ring of three all ranks are neighbours, and x <- mean x comes last
         return
     expected = oracle(3, Quadratic([(130, 20), (5,)]).numel, 8, 1)
     assert per_rank[0][-1] == pytest.approx(expected[-1][0], abs=tolerance)
@@ -152,8 +152,7 @@ def _diverged(rank, world_size):
     with process_group(timeout_s=5.0):
         model = Quadratic([(64, 64)])
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        # Otherwise the gradients that come of it are refused before.
-        bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized", skip_together=False)
+        bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
         with torch.no_grad():
             model.parts[0][3, 3] = float("nan")
         with pytest.raises(InvalidArgument, match="weights of bucket 0 .*became NaN or Inf"):
@@ -177,4 +176,4 @@ def _bytes(rank, world_size):
 
 def test_sends_a_quarter_to_each_neighbour(pool4):
     for sent in pool4.run(_bytes):
-        assert sent == pytest.approx(2 * 256 * 256 * 0.75, rel=0.05)  # of four steps three had been told when asked
+        assert sent == pytest.approx(2 * 256 * 256 * 0.75, rel=0.05)  # the last of four steps is not counted yet

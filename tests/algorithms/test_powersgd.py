@@ -48,7 +48,7 @@ def _gram_schmidt(a):
 
 
 class _Oracle:
-    """Of one matrix on all ranks: what each step's gradient becomes."""
+    """The results of one matrix on all ranks, step by step."""
 
     def __init__(self, index, num_ranks, rows, columns, keeps_error):
         self.q = torch.randn(columns, RANK, generator=torch.Generator().manual_seed(index)).tolist()
@@ -105,7 +105,7 @@ def test_equals_the_oracle_on_four_ranks(pool4):
 
 
 def _nothing_is_lost(rank, world_size, state_dtype):
-    """What was sent and what is kept add up to what was to be sent."""
+    """Adds up the values sent and the error that is kept, and compares them with the gradients."""
     with process_group():
         model = torch.nn.ParameterDict({"weight": torch.zeros(32, 64)})
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -167,7 +167,7 @@ def _half(rank, world_size, dtype):
             optimizer.step()
         kept = model.bagua.state_dict()["parameters"]["states"]["error"]["parameters"]["weight"].double().view(64, 64)
         off = float((total - kept).abs().max())
-        # What is sent is rounded to the dtype, about 2 in each step, and nothing else.
+        # Only the values sent, of about 2 in each step, are rounded to the dtype.
         assert off < 16 * torch.finfo(dtype).eps
 
 

@@ -136,7 +136,7 @@ def test_sum_instead_of_mean(pool2, algorithm):
 
 
 def _one_instance_for_two_models(rank, world_size):
-    """What it remembers is of one model: residuals of another one would be written to by their addresses."""
+    """Its state belongs to one model: residuals of another one would be written to by their addresses."""
     with process_group():
         algorithm = create("bytegrad", {"error_feedback": True})
         first, second = make_net(), make_net()

@@ -6,7 +6,7 @@ import torch
 
 import tests.emulated_device as emulated
 from bagua import _C
-from tests.algorithms.test_fused_qadam import OPTIONS, WARMUP, parameters_of, scaled_training, set_gradients, train
+from tests.algorithms.test_fused_qadam import OPTIONS, WARMUP, parameters_of, set_gradients, train
 from tests.devices.device_process import on_the_emulated_device
 
 
@@ -39,44 +39,3 @@ def test_launches_once_for_many_and_the_host_waits_for_nothing():
         emulated.reset_counters()
         plain.step()
         assert emulated.counters()["launches"] == {}
-
-
-@on_the_emulated_device
-def test_a_scaler_skips_a_step_of_which_the_host_hears_late():
-    for bad_step in (1, WARMUP - 1, WARMUP):
-        here, there = scaled_training("cpu", True, bad_step), scaled_training("emulated", None, bad_step)
-        assert all(map(torch.equal, here, there)), bad_step
-
-
-@on_the_emulated_device
-def test_scaled_steps_do_not_wait_for_the_device():
-    import bagua
-
-    parameters = parameters_of(device="emulated")
-    optimizer = bagua.optim.QAdam(parameters, **OPTIONS)
-    scaler = torch.amp.GradScaler("emulated", init_scale=8.0)
-    scaler.scale(torch.ones((), device="emulated"))
-    for step in range(WARMUP + 2):
-        set_gradients(parameters, step)
-        optimizer.settle()  # what a forward of bagua's does
-        emulated.reset_counters()
-        scaler.step(optimizer)
-        assert emulated.counters()["num_host_waits"] == 0, step
-        scaler.update()
-
-
-@on_the_emulated_device
-def test_a_flag_that_is_used_again_is_seen_as_it_was():
-    """A custom scaler writes its flag to one tensor every time; the flag is copied at once."""
-    import bagua
-    from bagua.distributed import devices
-
-    parameters = parameters_of(device="emulated")
-    optimizer = bagua.optim.QAdam(parameters, **OPTIONS)
-    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros((), device="emulated")
-    for number, found in enumerate((1.0, 1.0, 0.0, 1.0, 0.0)):
-        set_gradients(parameters, number)
-        optimizer.found_inf.fill_(found)
-        optimizer.step()
-        assert not devices._unsent
-    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {2.0}

@@ -13,7 +13,7 @@ import torch
 
 import bagua
 from bagua.testing import Pool
-from tests.conformance import test_checkpoints, test_gradients, test_replicas, test_scaled_gradients, test_single_rank
+from tests.conformance import test_checkpoints, test_gradients, test_replicas, test_single_rank
 from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
 from tests.distributed.worlds import fast_in
 
@@ -151,7 +151,6 @@ CHECKS = {
     "clipping": (2, test_gradients._clipping, ()),
     "gradient penalty": (2, test_gradients._gradient_penalty, ()),
     "live gradients survive the new layout": (2, test_gradients._live_gradients_survive_the_new_layout, ()),
-    "skipped steps": (2, test_scaled_gradients._scaler, (False, True)),
 }
 
 

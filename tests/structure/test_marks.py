@@ -13,7 +13,7 @@ ORDERS = {
     "test_nobody_leaves_a_barrier_before_all_have_entered",
     "test_backwards_inside_no_sync_belong_to_the_step",
     "test_the_exchange_runs_under_forward_and_backward",
-    "test_a_slow_rank_slows_nobody_down",
+    "test_a_slow_rank_slows_no_other_down",
     "test_threads_on_imitated_nodes",
     "test_measurements_are_told_apart",
     "test_over_tcp",
