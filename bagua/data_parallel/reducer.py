@@ -547,7 +547,7 @@ class Reducer:
         return new
 
     def become(self, new: Reducer, loss_scale: float) -> None:
-        """Takes over all of ``new``; the hooks hold this object, and the algorithm's groups its algorithm. Collective."""
+        """Takes over all of ``new``, since hooks hold this object and groups its algorithm. Collective."""
         self.move_gradients_to(new)
         algorithm = self.algorithm
         vars(algorithm).update(vars(new.algorithm))

@@ -6,9 +6,9 @@
     model = model.to("emulated")
 
 The host cannot access its memory, and its streams are delayed by up to 0.3 ms, so host code that accesses a tensor
-crashes, and a missing event gives wrong numbers; see csrc/tests/emulated_device/ and extension/. torch's own interface works:
-torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memory. The host computes operators with the
-CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
+crashes, and a missing event gives wrong numbers; see csrc/tests/emulated_device/ and extension/. torch's own interface
+works: torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memory. The host computes operators
+with the CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
 
 load() makes it the process's accelerator, which cannot be undone. Load it in a separate process, or where it does not
 affect other tests, and before the process's first backward (importing bagua.federated runs one), for which torch starts
