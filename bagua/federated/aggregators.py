@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated.fixed_point import FixedPoint
-from bagua.federated.names import flatten_named, named
+from bagua.federated.names import flatten_named
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.reduction import HALVES, widened
@@ -266,7 +266,7 @@ class SecureSum(Step):
         if not leaves:  # here and in other steps, as reduce_sum
             return value
         coding = FixedPoint(self.bits, self.fraction_bits)
-        return pytree.tree_unflatten(modular_sum(leaves, coding, named(clients.key, names)), structure)
+        return pytree.tree_unflatten(modular_sum(leaves, coding, clients.key, names), structure)
 
 
 class Robust(Step):
@@ -289,11 +289,12 @@ class Robust(Step):
             if leaf.is_complex():
                 raise InvalidArgument(f"{name} of {leaf.dtype}: complex numbers have no order")
         if mask is None:
-            everyone = gathered(leaves, named(clients.key, names))
+            everyone = gathered(leaves, clients.key, names)
             number = torch.tensor(clients.size, device=leaves[0].device)
         else:
-            key = named(clients.key, [*names, "who takes part"])
-            *everyone, taking_part = gathered([*leaves, mask.to(leaves[0].dtype)], key)
+            *everyone, taking_part = gathered(
+                [*leaves, mask.to(leaves[0].dtype)], clients.key, [*names, "who takes part"]
+            )
             taking_part = taking_part > 0
             (number,) = call("check_total", [taking_part.sum()], clients.key)
             # The others are sorted behind all that take part.

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from bagua.errors import InvalidArgument
-from bagua.federated.operators import MECHANISM, NAMESPACE, install_derivatives
+from bagua.federated.operators import NAMESPACE, install_derivatives
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -53,10 +53,9 @@ def _define(schema: str, backward: Callable, jvp: Callable, batched: Callable, h
         ctx.dtype = output.dtype
         ctx.set_materialize_grads(False)
 
-    if MECHANISM == "kernels":  # without, torch warns of what has no derivative
-        methods = {"setup_context": setup_context, "backward": backward, "jvp": jvp}
-        methods = {title: staticmethod(method) for title, method in methods.items()}
-        install_derivatives(_library, operator, methods, has_any=has_any)
+    methods = {"setup_context": setup_context, "backward": backward, "jvp": jvp}
+    methods = {title: staticmethod(method) for title, method in methods.items()}
+    install_derivatives(_library, operator, methods, has_any=has_any)
     return operator
 
 
@@ -464,12 +463,5 @@ def without_needless(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         if node in is_sealed and (node.target is _no_grad or (node.target is _written and not node.args[2])):
             replace(node, node.args[0])
-    kept = [node.target for node in module.graph.nodes if node.target in OPERATORS]
-    if kept and MECHANISM != "kernels":
-        raise InvalidArgument(
-            f"federated.trace: a graph with {kept[0]} has no derivatives with torch {torch.__version__}, whose kernels "
-            "for them cannot be used: leave torch.no_grad, .detach() and torch.autograd.Function out of what is "
-            "traced, or call the program without trace"
-        )
     module.recompile()
     return module

@@ -24,7 +24,6 @@ from bagua.distributed import consensus, world
 from bagua.distributed.devices import StreamKey, current_stream
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
-from bagua.federated.names import without_names
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -158,7 +157,6 @@ def local_placement(name: str, size: int) -> Placement:
 
 def placement_of(key: str) -> Placement:
     """The placement that an operator names, beside its values."""
-    key = without_names(key)
     placement = _by_key.get(key)
     if placement is None:
         raise InvalidArgument(

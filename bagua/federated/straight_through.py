@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy
 import torch
-from torch.autograd import forward_ad
 
 from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated.fixed_point import FixedPoint
-from bagua.federated.names import named, names_in
+from bagua.federated.linear import Linear, define
 from bagua.federated.operators import NAMESPACE, call
 from bagua.federated.placement import Placement, placement_of
 from bagua.federated.reduction import clients_by_rank, gather_over_ranks
@@ -36,34 +35,6 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Any:
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _refuse_derivatives(name: str, operator: Any) -> None:
-    """Of an operator alone: the function around it that has them is lost in what make_fx makes, and zeros would follow.
-
-    torch disables both modes where it calls the operator in such a function.
-    """
-
-    def kernel(keyset: Any, values: Tensors, *arguments: Any) -> Tensors:
-        is_followed = torch.is_grad_enabled() and any(value.requires_grad for value in values)
-        if is_followed or (torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, values))):
-            raise InvalidArgument(
-                f"a derivative of {name}, an aggregator's, in a graph that torch has made of the program, where it has "
-                "none: make the graph of the derivative"
-            )
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, values, *arguments)
-
-    _library.impl(name, kernel, "Autograd", with_keyset=True)
-
-
-def _has_tangent(value: torch.Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
-
-
-def _as_their_primals(tangents: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
-    """torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are."""
-    return [tangent.to(like.dtype) for tangent, like in zip(tangents, likes, strict=True)]
 
 
 # ---- coded client by client
@@ -132,11 +103,11 @@ def coded(
     return results
 
 
-# ---- added up modulo 2^k
+# ---- added up modulo 2^k, and gathered: [num_local, ...] -> [...] and [n, ...], which are equal on all ranks
 
 
-def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str) -> Tensors:
-    clients, coding = placement_of(placement), FixedPoint(bits, fraction_bits)
+def _modular_sum(values: Tensors, names: list[str], placement: str, options: list[int]) -> Tensors:
+    clients, coding = placement_of(placement), FixedPoint(*options)
     group, failure = clients.group, None
     try:
         codes = coding.encode(values, clients.size)
@@ -144,8 +115,8 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
         failure, codes = error, [torch.zeros_like(value, dtype=torch.int64) for value in values]
     has_failed = codes[0].new_zeros(1 if group is None else group.size)
     has_failed[0 if group is None else group.rank] = failure is not None
-    key = named(clients.key, [*names_in(placement), "who is out of range"])
-    *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], key)
+    names = [*names, "who is out of range"]
+    *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], clients.key, names)
     with clients.everywhere():
         if failure is not None:
             raise failure
@@ -156,135 +127,67 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
     return coding.decode(sums, values)
 
 
-_modular_sum_operator = _define(
-    "modular_sum(Tensor[] values, int bits, int fraction_bits, str placement) -> Tensor[]",
-    _modular_sum,
-    lambda values, bits, fraction_bits, placement: [value.new_empty(value.shape[1:]) for value in values],
-)
-_refuse_derivatives("modular_sum", _modular_sum_operator)
+def _cotangents_of_sum(cotangents: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+    number = placement_of(key).num_local
+    return [one.expand(number, *one.shape) for one in call("broadcast", cotangents, key, names)]
 
 
-class _ModularSum(torch.autograd.Function):
-    """Of ``[num_local, ...]``; a batch has the last axis."""
-
-    @staticmethod
-    def forward(coding: FixedPoint, key: str, *values: torch.Tensor) -> tuple:
-        return tuple(_modular_sum_operator(list(values), coding.bits, coding.fraction_bits, key))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
-        ctx.key, ctx.likes = inputs[1], outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
-        number = placement_of(ctx.key).num_local
-        shared = call("broadcast", list(cotangents), ctx.key)
-        return None, None, *(one.expand(number, *one.shape) for one in shared)
-
-    @staticmethod
-    def jvp(ctx: Any, _coding: None, _key: None, *tangents: torch.Tensor) -> tuple:
-        sums = [tangent.sum(0) for tangent in _as_their_primals(tangents, ctx.likes)]
-        return tuple(call("reduce_sum", sums, ctx.key))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, coding: FixedPoint, key: str, *values: torch.Tensor) -> tuple:
-        return _last(_ModularSum, in_dims[2:], values, coding, key)
+def _own(values: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+    clients = placement_of(key)
+    begin = first_client(clients)
+    return [value[begin : begin + clients.num_local].clone() for value in values]
 
 
-def _last(function: Any, dims: tuple, values: tuple, *arguments: Any) -> tuple:
-    """The function with the batch's axis at the end, so that the clients' one stays the first."""
-    moved = [x if dim is None else x.movedim(dim, -1) for x, dim in zip(values, dims, strict=True)]
-    results = function.apply(*arguments, *moved)
-    # Not -1, which older torches (2.9) take for another axis.
-    return results, tuple(None if dim is None else x.dim() - 1 for x, dim in zip(results, dims, strict=True))
+def _sized(size: Callable) -> Callable:
+    return lambda values, names, key, options: [x.new_empty((*size(placement_of(key)), *x.shape[1:])) for x in values]
+
+
+_RULES = {
+    "modular_sum": Linear(
+        _modular_sum,
+        _cotangents_of_sum,
+        _sized(lambda clients: ()),
+        lambda values, names, key, options: call("reduce_sum", [value.sum(0) for value in values], key, names),
+        (1, 0),
+    ),
+    "gather": Linear(
+        lambda values, names, key, options: gather_over_ranks(placement_of(key), values, names),
+        lambda *cotangents: _OPERATORS["own"](*cotangents),
+        _sized(lambda clients: (clients.size,)),
+        batch=(1, 1),
+    ),
+    # The transpose of that, of what is equal on all ranks.
+    "own": Linear(
+        _own,
+        lambda *cotangents: _OPERATORS["gather"](*cotangents),
+        _sized(lambda clients: (clients.num_local,)),
+        batch=(1, 1),
+    ),
+}
+_OPERATORS = {name: define(_library, name, rule) for name, rule in _RULES.items()}
 
 
 @torch.compiler.disable
-def modular_sum(values: Sequence[torch.Tensor], coding: FixedPoint, clients: str) -> Tensors:
+def modular_sum(values: Sequence[torch.Tensor], coding: FixedPoint, clients: str, names: Sequence[str]) -> Tensors:
     """The sums over all clients, each client's values in fixed point, in one collective of int64.
 
     Args:
-        clients: their key, with the values' names.
+        clients: their key.
 
     Raises:
         InvalidArgument: on all ranks, where a value is out of the range that `coding` has for so many clients.
     """
-    return list(_ModularSum.apply(coding, clients, *values))
-
-
-# ---- gathered
-
-
-def _gather(values: Tensors, placement: str) -> Tensors:
-    return gather_over_ranks(placement_of(placement), values, names_in(placement))
-
-
-_gather_operator = _define(
-    "gather(Tensor[] values, str placement) -> Tensor[]",
-    _gather,
-    lambda values, placement: [value.new_empty((placement_of(placement).size, *value.shape[1:])) for value in values],
-)
-_refuse_derivatives("gather", _gather_operator)
-
-
-class _Gathered(torch.autograd.Function):
-    """``[num_local, ...]`` -> ``[n, ...]``, equal on all ranks; a batch has the last axis."""
-
-    @staticmethod
-    def forward(key: str, *values: torch.Tensor) -> tuple:
-        return tuple(_gather_operator(list(values), key))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
-        ctx.key, ctx.likes = inputs[0], outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
-        return None, *_Own.apply(ctx.key, *cotangents)
-
-    @staticmethod
-    def jvp(ctx: Any, _key: None, *tangents: torch.Tensor) -> tuple:
-        return _Gathered.apply(ctx.key, *_as_their_primals(tangents, ctx.likes))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, key: str, *values: torch.Tensor) -> tuple:
-        return _last(_Gathered, in_dims[1:], values, key)
-
-
-class _Own(torch.autograd.Function):
-    """``[n, ...]``, equal on all ranks -> ``[num_local, ...]``; the transpose of _Gathered."""
-
-    @staticmethod
-    def forward(key: str, *values: torch.Tensor) -> tuple:
-        clients = placement_of(key)
-        begin = first_client(clients)
-        return tuple(value[begin : begin + clients.num_local].clone() for value in values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
-        ctx.key, ctx.likes = inputs[0], outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
-        return None, *_Gathered.apply(ctx.key, *cotangents)
-
-    @staticmethod
-    def jvp(ctx: Any, _key: None, *tangents: torch.Tensor) -> tuple:
-        return _Own.apply(ctx.key, *_as_their_primals(tangents, ctx.likes))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, key: str, *values: torch.Tensor) -> tuple:
-        return _last(_Own, in_dims[1:], values, key)
+    return _OPERATORS["modular_sum"](list(values), list(names), clients, [coding.bits, coding.fraction_bits])
 
 
 @torch.compiler.disable
-def gathered(values: Sequence[torch.Tensor], clients: str) -> Tensors:
+def gathered(values: Sequence[torch.Tensor], clients: str, names: Sequence[str]) -> Tensors:
     """All clients' values on all ranks, ``[n, ...]``, in one collective.
 
     Args:
-        clients: their key, with the values' names.
+        clients: their key.
     """
-    return list(_Gathered.apply(clients, *values))
+    return _OPERATORS["gather"](list(values), list(names), clients, [])
 
 
 def first_client(clients: Placement) -> int:

@@ -205,8 +205,8 @@ class _Conversion:
         return len(shape) > 0 and shape[0] == self._run.placements[where].num_local
 
     def _placement_of(self, node: fx.Node, verb: str) -> Any:
-        key = node.args[1]
-        placement = placement_of(self._run.client_functions[key].placement if verb == MAP else key)
+        key = self._run.client_functions[node.args[1]].placement if verb == MAP else node.args[2]
+        placement = placement_of(key)
         self._placements.setdefault(placement.name, placement.size)
         return placement
 
@@ -221,7 +221,7 @@ class _Conversion:
         args, kwargs = _plain(fx.map_arg((node.args, node.kwargs), lambda given: self._known[given]))
         target = str(node.target)
         if target == CHECK_TOTAL:
-            values, name = args[0], placement_of(args[1]).name
+            values, name = args[0], placement_of(args[2]).name
             totals = [self._value(value.name, like, None) for value, like in zip(values, node.meta["val"], strict=True)]
             self._nodes.append(Node("", target, tuple(values), {}, totals, name))
             return totals

@@ -8,7 +8,7 @@ a batch of maps, are maps of client functions that are made from the first one:
                     cotangents: map of vjp(f) over x and the cotangents of what f returns
                     batch:      map of vmap(f), the batch's axis being the first of a client's
 
-which is why a derivative of a federated program is one. Only public names of torch.autograd take part in it.
+which is why a derivative of a federated program is one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from bagua.errors import InternalError, InvalidArgument
 from bagua.federated import grad_modes
+from bagua.federated.linear import Linear, define
 from bagua.federated.placement import Placement, placement_of, trace_in_force
 
 NAMESPACE = "bagua_traced"
-VERBS = ("broadcast", "reduce_sum", "reduce_mean")
-_TRANSPOSED = {"broadcast": "reduce_sum", "reduce_sum": "broadcast", "reduce_mean": "broadcast"}
 Tensors = Sequence[torch.Tensor]
 
 
@@ -352,7 +351,9 @@ class _Replay(fx.Interpreter):
         name = NAMES.get(target)
         if target in _VIEWS:
             target = torch.ops.aten.reshape.default  # of other strides than those that were traced
-        return call(name, *args) if name else super().call_function(target, args, kwargs)
+        if name:
+            return call(name, args[0], args[1] if name == "map" else args[2])
+        return super().call_function(target, args, kwargs)
 
 
 # ---- operators
@@ -360,35 +361,47 @@ class _Replay(fx.Interpreter):
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _fake(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
-    if name == "map":
-        n = values[0].shape[0]
-        return [values[0].new_empty((n, *s.shape), dtype=s.dtype, device=s.device) for s in _function_of(key).outputs]
-    if name == "broadcast":
-        return [value.new_empty((placement_of(key).num_local, *value.shape)) for value in values]
+def _not_run(*_: Any) -> NoReturn:
+    raise InternalError(f"{NAMESPACE}: operators that are there to be traced, not to be run")
+
+
+def _cotangents_of_mean(cotangents: Tensors, names: list[str], key: str, options: list[int]) -> list[torch.Tensor]:
+    return call("broadcast", [cotangent / placement_of(key).size for cotangent in cotangents], key)
+
+
+def _placed(values: Tensors, names: list[str], key: str, options: list[int]) -> list[torch.Tensor]:
+    return [value.new_empty((placement_of(key).num_local, *value.shape)) for value in values]
+
+
+def _reduced(values: Tensors, names: list[str], key: str, options: list[int]) -> list[torch.Tensor]:
     return [value.new_empty(value.shape[1:]) for value in values]
 
 
-def _define(name: str) -> Any:
-    # The tag keeps torch from computing it while it traces, where all values are constants.
-    tags = (torch.Tag.nondeterministic_seeded,)
-    _library.define(f"{name}(Tensor[] values, str key) -> Tensor[]", tags=tags)
-
-    def compute(values: Tensors, key: str) -> list[torch.Tensor]:
-        raise InternalError(f"{NAMESPACE}::{name} is there to be traced, not to be run")
-
-    _library.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_fake, name), lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+def _results_of_map(values: Tensors, key: str) -> list[torch.Tensor]:
+    n = values[0].shape[0]
+    return [values[0].new_empty((n, *s.shape), dtype=s.dtype, device=s.device) for s in _function_of(key).outputs]
 
 
-OPERATORS = {name: _define(name) for name in (*VERBS, "map")}
+# The tag keeps torch from computing them while it traces, where all values are constants.
+_TAGS = (torch.Tag.nondeterministic_seeded,)
+_RULES = {  # a batch comes after the clients' axis
+    "broadcast": Linear(_not_run, lambda values, names, key, _: call("reduce_sum", values, key), _placed, batch=(0, 1)),
+    "reduce_sum": Linear(
+        _not_run, lambda values, names, key, _: call("broadcast", values, key), _reduced, batch=(1, 0)
+    ),
+    "reduce_mean": Linear(_not_run, _cotangents_of_mean, _reduced, batch=(1, 0)),
+}
+_library.define("map(Tensor[] values, str key) -> Tensor[]", tags=_TAGS)
+_library.impl("map", _not_run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::map", _results_of_map, lib=_library)
+OPERATORS = {name: define(_library, name, rule, _TAGS) for name, rule in _RULES.items()}
+OPERATORS["map"] = torch.ops.bagua_traced.map.default
 NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 
 def call(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
     """The operator of that name, with its derivatives."""
-    results = list(_Map.apply(key, *values) if name == "map" else _Verb.apply(name, key, *values))
+    results = list(_Map.apply(key, *values) if name == "map" else OPERATORS[name](list(values), [], key, []))
     return results if torch.is_grad_enabled() else grad_modes.without_cotangents(results)
 
 
@@ -405,45 +418,6 @@ def _fill(indices: Sequence[int], results: Tensors, size: int) -> tuple:
     for index, result in zip(indices, results, strict=True):
         filled[index] = result
     return tuple(filled)
-
-
-class _Verb(torch.autograd.Function):
-    """broadcast, reduce_sum or reduce_mean of values that all have derivatives, or that all have none."""
-
-    @staticmethod
-    def forward(name: str, key: str, *values: torch.Tensor) -> tuple:
-        return tuple(OPERATORS[name](list(values), key))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.name, ctx.key = inputs[:2]
-        ctx.dtypes = [value.dtype for value in inputs[2:]]
-        ctx.results = [Spec.of(result) for result in output]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
-        values = [cotangents[i] for i in given]
-        if ctx.name == "reduce_mean":
-            size = placement_of(ctx.key).size
-            values = [value / size for value in values]
-        results = call(_TRANSPOSED[ctx.name], values, ctx.key) if given else []
-        return (None, None, *_fill(given, results, len(cotangents)))
-
-    @staticmethod
-    def jvp(ctx: Any, _name: None, _key: None, *tangents: torch.Tensor | None) -> tuple:
-        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        values = [tangents[i].to(ctx.dtypes[i]) for i in moving]
-        results = _fill(moving, call(ctx.name, values, ctx.key), len(tangents))
-        # torch wants all or none.
-        return tuple(s.zeros() if x is None else x for x, s in zip(results, ctx.results, strict=True))
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple, name: str, key: str, *values: torch.Tensor) -> tuple:
-        before, after = (0, 1) if name == "broadcast" else (1, 0)  # a batch comes after the clients' axis
-        moved = [x if dim is None else x.movedim(dim, before) for x, dim in zip(values, dims[2:], strict=True)]
-        return tuple(call(name, moved, key)), tuple(None if dim is None else after for dim in dims[2:])
 
 
 class _Map(torch.autograd.Function):

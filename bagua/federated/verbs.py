@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.closures import check_closures, check_no_script, version_of
-from bagua.federated.names import flatten_named, named
+from bagua.federated.names import flatten_named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.randomness import draw_for_rank
@@ -359,7 +359,7 @@ def _across(verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], cli
         if tracing():  # where nothing is sent
             found = traced_call(verb, values, clients.key)
         else:
-            found = call(verb, values, named(clients.key, [names[i] for i in indices]))
+            found = call(verb, values, clients.key, [names[i] for i in indices])
         for index, result in zip(indices, found, strict=True):
             results[index] = result
     return results

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 import bagua
 from bagua import federated
 from bagua.errors import BaguaError, InvalidArgument
-from bagua.federated import operators, placement
+from bagua.federated import placement
 from bagua.federated.aggregators import Aggregator, Mean, Median, SecureSum
 from bagua.testing import spawn
 from tests.conformance.training import process_group
@@ -65,32 +65,6 @@ def test_the_numbers_of_the_paper(second):
         second(fax)(X, Y), torch.tensor([[19.6667, -17.3333], [-17.3333, 18.6667]]), rtol=0, atol=1e-4
     )
     torch.testing.assert_close(fax(X - 0.01 * gradient, Y), torch.tensor(35.551258))
-
-
-def test_either_mechanism_holds(monkeypatch):
-    assert operators.MECHANISM == "kernels"
-    monkeypatch.setattr(operators, "_calls", operators._functions())
-    assert operators._hold()
-    test_the_numbers_of_the_paper(hessian)
-
-
-def test_the_fallback_is_told_of(monkeypatch):
-    def install():
-        raise ImportError("no _SingleLevelFunction")
-
-    monkeypatch.setattr(operators, "_calls", dict(operators._calls))
-    monkeypatch.setattr(operators, "_install_kernels", install)
-    with pytest.warns(RuntimeWarning, match="cannot differentiate programs .*no _SingleLevelFunction"):
-        assert operators._choose() == "functions"
-
-
-def test_a_mechanism_that_gives_other_numbers_is_not_taken(monkeypatch):
-    without_forward_mode = {
-        name: lambda values, key, call=call: call([v.detach() for v in values], key)
-        for name, call in operators._calls.items()
-    }
-    monkeypatch.setattr(operators, "_calls", without_forward_mode)
-    assert not operators._hold()
 
 
 BROADCAST, MEAN, SUM = "broadcast", "reduce_mean", "reduce_sum"
