@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import frames
+from bagua.federated.recomputation import Calls
 from bagua.federated.substitutes import in_clients
 from bagua.federated.traced import Trace, tracing
 
@@ -66,10 +67,12 @@ class ClosureCheck(TorchFunctionMode):
     Args:
         verb: that runs the function, for messages.
         arguments: what the function is given, under vmap.
+        calls: to which its operations are added; None where it does not run again.
     """
 
-    def __init__(self, verb: str, arguments: Any) -> None:
+    def __init__(self, verb: str, arguments: Any, calls: Calls | None = None) -> None:
         super().__init__()
+        self._calls = calls
         self._verb = verb
         self._is_node = verb == "map_reduce"  # which computes below the transforms around it
         self._level = current_level()
@@ -91,6 +94,9 @@ class ClosureCheck(TorchFunctionMode):
         if not is_read:
             self._check_all(given, is_followed)
         result = in_clients(function)(*args, **kwargs)
+        is_operation = not is_read and (given or isinstance(result, torch.Tensor))
+        if self._calls is not None and is_operation and function is not torch.autograd.grad:  # of transforms within
+            self._calls.add(function, (args, kwargs), [self._constant(tensor) for tensor in given])
         if function in _FIND:
             return result
         if is_read and isinstance(result, torch.Tensor):  # such as Tensor.T, which is a view
@@ -109,6 +115,10 @@ class ClosureCheck(TorchFunctionMode):
         """Of what an operation uses, or the client function returns; `is_followed` says whether a gradient follows."""
         if not self._is_inside(tensor):
             self._check(tensor, is_followed and torch.is_grad_enabled())
+
+    def _constant(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+        """A tensor from around the function, with its version; None for others."""
+        return None if self._is_inside(tensor) or _is_wrapped(tensor) else (tensor, version_of(tensor))
 
     def _set_level(self, tensor: torch.Tensor, given: list[torch.Tensor]) -> None:
         """Of what a function of `given` returns, and of what it wraps, which remains when a transform inside ends."""
@@ -192,10 +202,10 @@ class TraceClosureCheck(ClosureCheck):
             )
 
 
-def check_closures(verb: str, arguments: Any) -> ClosureCheck:
+def check_closures(verb: str, arguments: Any, calls: Calls | None = None) -> ClosureCheck:
     """Checks the tensors that the client function of the verb uses."""
     trace = tracing()
-    return TraceClosureCheck(trace, verb, arguments) if trace else ClosureCheck(verb, arguments)
+    return TraceClosureCheck(trace, verb, arguments) if trace else ClosureCheck(verb, arguments, calls)
 
 
 def check_no_script(function: Any, verb: str) -> None:

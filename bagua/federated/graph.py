@@ -1,8 +1,8 @@
 """A federated program as data: a graph of verbs, with the client functions as graphs of one client.
 
-A graph is called as the program that it was traced from, on one process or on ranks, under the transforms of torch.func
-or in another trace. It can be printed, drawn, saved and loaded; rounds.py tells what it sends, platform.py
-runs it where clients are somewhere else.
+A graph is called as the program that it was traced from, on one process or on ranks, under vmap or in another trace. It
+has no derivatives: those are traced of the function. It can be printed, drawn, saved and loaded; rounds.py counts what
+it sends, platform.py runs it where clients are somewhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated import grad_modes, operators, verbs
+from bagua.federated import operators, verbs
 from bagua.federated.placement import current, program
 
 SERVER = "server"
@@ -171,10 +171,11 @@ class Graph:
 
     def run(self, leaves: Sequence[Any]) -> list:
         """The leaves of what the function returns, inside of its programs."""
-        known: dict[Value, Any] = {}
         for value, leaf in zip(self.inputs, leaves, strict=True):
             self._check(value, leaf)
-            known[value] = leaf
+        if self.structures:  # of client functions the graph around them has done so
+            leaves = _Underived.apply(self.name, *leaves)
+        known: dict[Value, Any] = dict(zip(self.inputs, leaves, strict=True))
         for node in self.nodes:
             known.update(zip(node.results, self.compute(node, known), strict=True))
         return [known[output] if isinstance(output, Value) else output for output in self.outputs]
@@ -357,7 +358,7 @@ def refusal(operator: Any) -> str:
     is called with: see refusal_of_call.
     """
     target = str(operator)
-    if target in (CHECK_TOTAL, *OF_AGGREGATORS) or operator in grad_modes.OPERATORS:
+    if target in (CHECK_TOTAL, *OF_AGGREGATORS):
         return ""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in ("aten", "prims"):
         return "which is neither of torch's own operators (aten, prims) nor a verb"
@@ -503,6 +504,37 @@ def leaf_name(argument: str, path: tuple) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+class _Underived(torch.autograd.Function):
+    """The values, without derivatives: a graph has neither torch.no_grad nor functions with their own derivatives."""
+
+    @staticmethod
+    def forward(name: str, *values: torch.Tensor) -> tuple:
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
+        ctx.name = inputs[0]
+        ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *derivatives: torch.Tensor | None) -> tuple:
+        if all(one is None for one in derivatives):
+            return (None, *derivatives)
+        raise InvalidArgument(
+            f"a derivative of the graph {ctx.name}, which has none: trace the derivative of the function that it was "
+            "traced from, such as trace(grad(f), ...)"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, name: None, *tangents: torch.Tensor | None) -> tuple:
+        return _Underived.backward(ctx, *tangents)[1:]
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, name: str, *values: torch.Tensor) -> tuple:
+        return _Underived.apply(name, *values), dims[1:]
 
 
 # ---- what nobody needs

@@ -1,6 +1,6 @@
 """Graphs as bytes, to be kept or sent to clients: JSON and tensors, from which nothing is run.
 
-Operators are kept by name, and only those of torch (aten, prims) and of this package (grad_modes.py, aggregators) that
+Operators are kept by name, and only those of torch (aten, prims) and of this package (those of aggregators) that
 compute new tensors are taken back: no operator of a graph from elsewhere reads or writes files or its arguments, or
 runs other code. But it may ask for more memory or time than there is, and some operators of derivatives do not check
 the indices and sizes that they get, so that one made to do harm reads or writes memory beyond its tensors. torch.load

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from bagua.errors import InvalidArgument
 from bagua.federated.closures import check_no_script, current_level
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
-from bagua.federated.randomness import draw_for_rank, rewind
+from bagua.federated.randomness import Draws, as_if_not_drawn, rewind
+from bagua.federated.recomputation import HAS_CHANGED, Calls, as_called_now
 from bagua.federated.reduction import widened
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
@@ -70,7 +72,7 @@ def map_reduce(
         reduce: "mean", "sum", or "weighted_mean" of a function that returns a pair: a value, and its weight ``[]``;
             that is ``reduce_weighted_mean`` of the two.
         chunk_size: how many clients are computed at a time; None: all.
-        randomness: as of ``map_fn``; functions of random numbers are computed again in backward, with others.
+        randomness: as of ``map_fn``; backward draws the same numbers again.
         placement: the name of the program whose clients are meant; by default the innermost that runs.
 
     Returns:
@@ -78,7 +80,8 @@ def map_reduce(
 
     Raises:
         InvalidArgument: as map_fn and the reduction, for another `reduce` or a `chunk_size` below 1, and for what is
-            no value and weight where a weighted mean is wanted.
+            no value and weight where a weighted mean is wanted; in a derivative, where the function has changed since,
+            by what it uses from around it, such as a loop's variable.
     """
     if reduce not in ("mean", "sum", "weighted_mean"):
         raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
@@ -115,22 +118,28 @@ def map_reduce(
         shared.append(None)
     is_shared = tuple(value is not None for value in shared)
     check = check_floating if reduce == "mean" else check_summable
-    of_one = functools.partial(_flat, function, clients, structure, lambda result: check(result, verb))
+    calls = Calls() if _is_differentiated(inputs) else None
+    of_one = functools.partial(_flat, function, clients, structure, lambda result: check(result, verb), calls)
 
     dims = tuple(None if is_one else 0 for is_one in is_shared)
     seen: list[Any] = []
 
+    def of_all(chunk: Sequence[torch.Tensor], randomness: str) -> Tensors:
+        with calls.run() if calls else nullcontext():
+            return torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
+
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
-        mapped = torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
+        mapped = of_all(chunk, randomness)
         wide = [widened(leaf) for leaf in mapped]
         return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in wide)
 
-    node = Node(_in_autocast_of_now(of_chunk, inputs[0].device), is_shared, None, chunk_size, clients, randomness)
-    if _is_differentiated(inputs):
+    draws = Draws(clients, randomness)
+    node = Node(as_called_now(of_chunk), is_shared, None, chunk_size, clients, randomness, draws, calls)
+    if calls:
         # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
         probe = [x if is_one else first_of(x) for x, is_one in zip(inputs, is_shared, strict=True)]
-        of_probe = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")
-        results = without_writes(lambda: of_probe(*probe), leaves, clients, "map_reduce")
+        with as_if_not_drawn(inputs) if randomness != "error" else nullcontext():
+            results = without_writes(lambda: of_all(probe, "same"), leaves, clients, "map_reduce")
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
         results = without_writes(lambda: node.compute(inputs), leaves, clients, "map_reduce")
@@ -139,23 +148,6 @@ def map_reduce(
     reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
     results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
     return pytree.tree_unflatten(results, seen[0])
-
-
-def _in_autocast_of_now(function: Callable, device: torch.device) -> Callable:
-    """For derivatives, which compute the function again where there may be no autocast, or another."""
-    if not torch.amp.is_autocast_available(device.type):
-        return function
-    options = {
-        "dtype": torch.get_autocast_dtype(device.type),
-        "enabled": torch.is_autocast_enabled(device.type),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-
-    def in_autocast(*args: Any) -> Any:
-        with torch.autocast(device.type, **options):
-            return function(*args)
-
-    return in_autocast
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
@@ -185,15 +177,14 @@ def _weighted(function: Callable, dtypes: list, *arguments: Any) -> tuple[Tree, 
 
 
 def _flat(
-    function: Callable, clients: Any, structure: Any, check: Callable, seen: list, *leaves: torch.Tensor
+    function: Callable, clients: Any, structure: Any, check: Callable, calls: Any, seen: list, *leaves: torch.Tensor
 ) -> Tensors:
     """The client function from leaves to leaves; the structure and dtypes of what it returns go into `seen`.
 
     What follows the leaves of its arguments is there for its axis only.
     """
-    result = run_client(
-        function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
-    )
+    arguments = pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
+    result = run_client(function, clients, "map_reduce", *arguments, calls=calls)
     flat, out_structure = pytree.tree_flatten(check(result))
     seen[:] = [out_structure, [leaf.dtype for leaf in flat]]
     return tuple(flat)
@@ -214,6 +205,9 @@ class Node(NamedTuple):
         chunk_size: None for all clients at once.
         clients: whose function it is.
         randomness: as of map_fn.
+        draws: what it draws, in derivatives again.
+        calls: what it computes, in derivatives again; None where there are none.
+        num_given: of a derivative, how many of the inputs, the first ones, are the function's own.
     """
 
     of_chunk: Callable[..., Tensors]
@@ -222,13 +216,19 @@ class Node(NamedTuple):
     chunk_size: int | None
     clients: Placement
     randomness: str
+    draws: Draws
+    calls: Calls | None
+    num_given: int | None = None
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         return _Function.apply(self, *inputs)
 
     def compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         """Chunk by chunk: sums add up, placed outputs follow one another."""
-        return draw_for_rank(self.clients, self.randomness, inputs, lambda: self._compute(inputs))
+        results = self.draws.run(inputs, lambda: self._compute(inputs))
+        if self.calls and self.calls.has_changed and self.num_given is not None:
+            raise InvalidArgument(f"the client function of map_reduce {HAS_CHANGED}")
+        return results
 
     def _compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         if not self.clients.num_local:
@@ -307,13 +307,11 @@ class _Function(torch.autograd.Function):
                 with torch.enable_grad():
                     return pull(outer)
 
-            derivative = Node(
-                of_chunk,
-                (*node.is_shared, *(node.is_sum[i] for i in given)),
-                tuple(node.is_shared[i] for i in wanted),
-                node.chunk_size,
-                node.clients,
-                node.randomness,
+            derivative = node._replace(
+                of_chunk=of_chunk,
+                is_shared=(*node.is_shared, *(node.is_sum[i] for i in given)),
+                is_sum=tuple(node.is_shared[i] for i in wanted),
+                num_given=node.num_given or len(inputs),
             )
             for index, result in zip(wanted, derivative(*inputs, *(cotangents[i] for i in given)), strict=True):
                 results[index] = result
@@ -334,6 +332,7 @@ class _Function(torch.autograd.Function):
             of_chunk=of_chunk,
             is_shared=(*node.is_shared, *(node.is_shared[i] for i in moving)),
             is_sum=tuple(node.is_sum[i] for i in following),
+            num_given=node.num_given or len(inputs),
         )
         cast = (tangents[i].to(inputs[i].dtype) for i in moving)  # torch 2.13 makes float64 of numbers without axes
         results: list[torch.Tensor | None] = [None] * len(node.is_sum)
@@ -348,7 +347,10 @@ class _Function(torch.autograd.Function):
         for x, dim, one in zip(inputs, in_dims[1:], node.is_shared, strict=True):
             dims.append(None if dim is None else 0 if one else 1)
             moved.append(x if dim is None else x.movedim(dim, dims[-1]))
-        batched = torch.func.vmap(node.of_chunk, tuple(dims), randomness=info.randomness)
+        # What is no batch for the function itself draws once, as it did when it ran first.
+        is_again = node.num_given is not None and all(dim is None for dim in dims[: node.num_given])
+        randomness = "same" if is_again else info.randomness
+        batched = torch.func.vmap(node.of_chunk, tuple(dims), randomness=randomness)
 
         def of_chunk(*chunk: torch.Tensor) -> Tensors:
             # Not by vmap's out_dims: torch 2.13 gives what is the same for the whole batch its axis at 0 only.

@@ -218,6 +218,17 @@ def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]
         _frames.reset(token)
 
 
+def run_within(within: tuple[Frame, ...], function: Callable, *args: Any) -> Any:
+    """The function's result, where these frames are in force instead of those that are."""
+    before, token = _mirror.frames, _frames.set(within)
+    _mirror.frames = within
+    try:
+        return function(*args)
+    finally:
+        _mirror.frames = before
+        _frames.reset(token)
+
+
 def current(name: str | None, verb: str) -> Placement:
     """The placement that a verb means.
 

@@ -5,11 +5,13 @@ each draws from a seed of its own: what the CPU's generator gives next, and the 
 ranks are one number further, however many clients each holds. Neither holds of graphs of torch.compile and make_fx,
 which keep no seed: they draw from the generator as it is.
 "same": every chunk of clients draws the same.
+What runs again for a derivative draws what it drew before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -30,12 +32,48 @@ def draw_for_rank(
     Args:
         tensors: on whose devices it draws, besides the CPU.
     """
-    if randomness != "different" or not clients.is_distributed or torch.compiler.is_compiling() or _has_no_values():
+    if randomness != "different" or not clients.is_distributed:
         return compute()
-    with temporarily_clear_interpreter_stack():  # one number for a batch of programs, too
-        drawn = int(torch.randint(2**62, (), device="cpu"))
-    with seeded(seed_of(drawn, clients.group.rank), {tensor.device for tensor in tensors}):
-        return compute()
+    return Draws(clients, randomness).run(tensors, compute)
+
+
+class Draws:
+    """Lets client functions draw, and draw the same when they run again for derivatives."""
+
+    def __init__(self, clients: Placement, randomness: str) -> None:
+        self._clients = clients
+        self._randomness = randomness
+        self._seed: int | None = None  # of this rank
+        self._put_back: Callable[[], None] | None = None  # the state in which the first run begins
+
+    def run(self, tensors: Iterable[torch.Tensor], compute: Callable[[], Result]) -> Result:
+        """The result of `compute`, as draw_for_rank."""
+        if self._randomness == "error" or torch.compiler.is_compiling() or _has_no_values():
+            return compute()
+        tensors = list(tensors)
+        if self._randomness == "different" and self._clients.is_distributed:
+            if self._seed is None:
+                with temporarily_clear_interpreter_stack():  # one number for a batch of programs, too
+                    drawn = int(torch.randint(2**62, (), device="cpu"))
+                self._seed = seed_of(drawn, self._clients.group.rank)
+            with seeded(self._seed, {tensor.device for tensor in tensors}):
+                return compute()
+        if self._put_back is None:
+            self._put_back = rewind(tensors)
+            return compute()
+        with as_if_not_drawn(tensors):
+            self._put_back()
+            return compute()
+
+
+@contextmanager
+def as_if_not_drawn(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Puts the generators of the CPU and of the tensors' devices back to where they are now, at the end."""
+    put_back = rewind(tensors)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 _MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY"))

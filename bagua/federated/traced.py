@@ -36,11 +36,12 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 
 from bagua.errors import InternalError, InvalidArgument
-from bagua.federated import grad_modes
 from bagua.federated.linear import Linear, define
 from bagua.federated.placement import Placement, placement_of, trace_in_force
+from bagua.federated.recomputation import HAS_CHANGED, as_called_now
 
 NAMESPACE = "bagua_traced"
 Tensors = Sequence[torch.Tensor]
@@ -72,18 +73,22 @@ class ClientFunction:
         key: what a map's operator names it by.
         name: for readers, such as "vjp(loss)".
         module: its graph of torch's operators and, for programs inside of it, of those of this file.
+        function: what was traced, of which derivatives are traced.
         inputs, outputs: of one client.
         randomness: as of map_fn.
         placement: the key of the clients.
+        original: of a derivative or a batch, the client function that the program has called; else None.
     """
 
     key: str
     name: str
     module: fx.GraphModule
+    function: Callable[..., Tensors]
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     randomness: str
     placement: str
+    original: ClientFunction | None = None
 
 
 @dataclass
@@ -106,8 +111,15 @@ class Trace:
         self.programs.setdefault(placement.name, program)
 
     def add(
-        self, name: str, function: Callable[..., Tensors], inputs: Sequence[Spec], randomness: str, placement: str
+        self,
+        name: str,
+        function: Callable[..., Tensors],
+        inputs: Sequence[Spec],
+        randomness: str,
+        placement: str,
+        original: ClientFunction | None = None,
     ) -> ClientFunction:
+        function = as_called_now(function)
         module = graph_of_one(function, inputs)
         drawn = [node for node in module.graph.nodes if is_drawn(node)]
         if drawn and randomness == "error":
@@ -118,7 +130,7 @@ class Trace:
         (results,) = next(node for node in module.graph.nodes if node.op == "output").args
         outputs = tuple(Spec.of(result.meta["val"]) for result in results)
         key = f"{len(self.client_functions)}"
-        made = ClientFunction(key, name, module, tuple(inputs), outputs, randomness, placement)
+        made = ClientFunction(key, name, module, function, tuple(inputs), outputs, randomness, placement, original)
         self.client_functions[key] = made
         return made
 
@@ -132,8 +144,45 @@ class Trace:
             )
         identity = (base.key, how, indices, specs)
         if identity not in self._derived:
-            self._derived[identity] = self.add(f"{how}({base.name})", function, specs, base.randomness, base.placement)
+            original = base.original or base
+            self._check_same(original)
+            name = f"{how}({base.name})"
+            made = self.add(name, function, specs, base.randomness, base.placement, original)
+            self._derived[identity] = made
         return self._derived[identity].key
+
+    def _check_same(self, called: ClientFunction) -> None:
+        """Refuses the derivative of a function that has become another one since it was called."""
+        again = graph_of_one(called.function, called.inputs)
+        if self._text(again) != self._text(called.module) or not _have_same_constants(again, called.module):
+            raise InvalidArgument(f"the client function {called.name} {HAS_CHANGED}")
+
+    def _text(self, module: fx.GraphModule) -> tuple:
+        """Equal for graphs that compute the same, but for their constants."""
+        numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+        texts: list[Any] = []
+        for node in module.graph.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: numbers[given])
+            if NAMES.get(node.target) == "map":
+                args = args[0], self._text(self.client_functions[args[1]].module)
+            texts.append(f"{node.op} {node.target if callable(node.target) else ''} {args} {kwargs}")
+        return tuple(texts)
+
+
+def _have_same_constants(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Returns True if the constants of two graphs of the same operators are equal."""
+    constants = [
+        [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
+        for module in (one, other)
+    ]
+    with _below_the_trace():
+        return all(map(_are_equal, *constants))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    return one.dtype == other.dtype and torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 def tracing() -> Trace | None:
@@ -209,7 +258,15 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
     try:
         # With a table, though an empty one: without one torch 2.14 makes an alias of detach, through which the
         # derivatives of the graph would pass.
-        first = _without_dead_nodes(make(_in_grad_modes(function), decomposition_table={})(*examples))
+        with (
+            torch.inference_mode(False),
+            torch.autograd.set_multithreading_enabled(False),  # as around the trace; the line before enables it
+            torch.enable_grad(),
+            # Views as they were made: torch's derivatives of writes into them have as_strided otherwise.
+            torch.autograd._force_original_view_tracking(True),
+            _NoSetData(),
+        ):
+            first = _without_dead_nodes(make(function, decomposition_table={})(*examples))
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         _refuse_values(str(getattr(error, "func", "a branch")))
     except NotImplementedError as error:  # of torch 2.9, where later ones trace it
@@ -231,15 +288,19 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
             _refuse_write(node)
         if node.target is torch.ops.aten.slice_scatter.default:
             node.args = (node.args[0], *_plain_slice(node.args[0].meta["val"], *node.args[1:]))
-    return grad_modes.without_needless(module)
+    return module
 
 
-def _in_grad_modes(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., tuple]:
-    def traced(*values: torch.Tensor) -> tuple:
-        with grad_modes.kept_in_graph(values) as returned:
-            return returned(function(*values))
+class _NoSetData(TorchFunctionMode):
+    """Refuses to set .data: torch's graphs would have the tensor from before, silently."""
 
-    return traced
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function == torch.Tensor.data.__set__:  # another object each time
+            raise InvalidArgument(
+                f"the traced function sets .data of a tensor of shape {list(args[0].shape)}, which graphs do not have: "
+                "use the new tensor, or write into the old one by .copy_ under torch.no_grad()"
+            )
+        return function(*args, **(kwargs or {}))
 
 
 def _select_scatter(value: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
@@ -314,15 +375,16 @@ def _refuse_write(node: fx.Node) -> NoReturn:
     )
 
 
+@contextmanager
+def _below_the_trace() -> Iterator[None]:
+    """Where tensors have values, and no transform runs."""
+    with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing(), unset_fake_temporarily():
+        yield
+
+
 def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec]) -> fx.GraphModule:
     """The same of a client function, which is traced while something else is."""
-    with (
-        temporarily_clear_interpreter_stack(),
-        disable_proxy_modes_tracing(),
-        unset_fake_temporarily(),
-        torch.enable_grad(),
-        _set_fwd_grad_enabled(True),
-    ):
+    with _below_the_trace(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         checks = trace_in_force.get().closure_checks
         checks.append(None)  # what torch does to trace is not checked
         try:
@@ -339,21 +401,6 @@ def _without_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
             module.graph.erase_node(node)
     module.recompile()
     return module
-
-
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
-class _Replay(fx.Interpreter):
-    """A graph run again in a trace, with derivatives for the operators of this file."""
-
-    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        name = NAMES.get(target)
-        if target in _VIEWS:
-            target = torch.ops.aten.reshape.default  # of other strides than those that were traced
-        if name:
-            return call(name, args[0], args[1] if name == "map" else args[2])
-        return super().call_function(target, args, kwargs)
 
 
 # ---- operators
@@ -401,8 +448,7 @@ NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 def call(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
     """The operator of that name, with its derivatives."""
-    results = list(_Map.apply(key, *values) if name == "map" else OPERATORS[name](list(values), [], key, []))
-    return results if torch.is_grad_enabled() else grad_modes.without_cotangents(results)
+    return list(_Map.apply(key, *values) if name == "map" else OPERATORS[name](list(values), [], key, []))
 
 
 def _function_of(key: str) -> ClientFunction:
@@ -447,7 +493,7 @@ class _Map(torch.autograd.Function):
             inputs, outer = list(parts[: len(values)]), parts[len(values) :]
 
             def of_wanted(*chosen: torch.Tensor) -> tuple:
-                outputs = _Replay(base.module).run(*_replaced(inputs, wanted, chosen))
+                outputs = base.function(*_replaced(inputs, wanted, chosen))
                 return tuple(outputs[i] for i in given)
 
             return torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))[1](tuple(outer))
@@ -468,7 +514,7 @@ class _Map(torch.autograd.Function):
             inputs, pushed = list(parts[: len(values)]), parts[len(values) :]
 
             def of_moving(*chosen: torch.Tensor) -> tuple:
-                outputs = _Replay(base.module).run(*_replaced(inputs, moving, chosen))
+                outputs = base.function(*_replaced(inputs, moving, chosen))
                 return tuple(outputs[i] for i in floating)
 
             primals = tuple(inputs[i] for i in moving)
@@ -485,7 +531,7 @@ class _Map(torch.autograd.Function):
         base = _function_of(key)
         moved = [x if dim is None else x.movedim(dim, 1) for x, dim in zip(values, dims[1:], strict=True)]
         is_batched = tuple(None if dim is None else 0 for dim in dims[1:])
-        batched = torch.func.vmap(_Replay(base.module).run, is_batched, randomness=info.randomness)
+        batched = torch.func.vmap(base.function, is_batched, randomness=info.randomness)
         derived = trace_in_force.get().derive(base, "vmap", (is_batched, info.randomness), batched, moved)
         return tuple(call("map", moved, derived)), (1,) * len(base.outputs)
 

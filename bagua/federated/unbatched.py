@@ -73,8 +73,8 @@ def place_operator(
     return args, axis
 
 
-# Not tagged as such by torch, and those of grad_modes.py.
-_ELEMENTWISE = {"clone", "_to_copy", "detach", "copy", "no_grad", "written", "of_function"}
+# Not tagged as such by torch.
+_ELEMENTWISE = {"clone", "_to_copy", "detach", "copy"}
 
 
 def _full_shape(value: Value, num_local: int) -> list[int]:

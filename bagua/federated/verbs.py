@@ -21,6 +21,7 @@ from bagua.federated.names import flatten_named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.randomness import draw_for_rank
+from bagua.federated.recomputation import Calls
 from bagua.federated.reduction import widened
 from bagua.federated.traced import Spec, Trace, tracing
 from bagua.federated.traced import call as traced_call
@@ -244,8 +245,9 @@ _EXPLAINED = {
 }
 
 
-def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
-    closures = check_closures(verb, arguments)
+def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any, calls: Calls | None = None) -> Any:
+    """Returns what the client function of the verb returns, which is checked; its operations are added to `calls`."""
+    closures = check_closures(verb, arguments, calls)
     with closures:
         try:
             result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
