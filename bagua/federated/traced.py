@@ -282,7 +282,7 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
             _refuse_write(node)
     # In a second pass, since torch cannot make functions of torch.autograd functional.
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(first).run(*xs), remove="mutations")
-    module = _without_dead_nodes(make(pure, decomposition_table=_DIFFERENTIABLE)(*examples))
+    module = _without_dead_nodes(make(pure, decomposition_table=_PURE)(*examples))
     for node in module.graph.nodes:
         if _writes(node):
             _refuse_write(node)
@@ -303,16 +303,6 @@ class _NoSetData(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _select_scatter(value: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    dim, index = dim % value.dim(), index % value.shape[dim]
-    return torch.ops.aten.slice_scatter.default(value, source.unsqueeze(dim), dim, index, index + 1)
-
-
-def slice_scatter(input: torch.Tensor, src: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-    """torch.slice_scatter; torch's own, under vmap, takes no index from the end, and none beyond it."""
-    return torch.slice_scatter(input, *_plain_slice(input, src, *arguments, **keywords))
-
-
 def _plain_slice(
     value: torch.Tensor, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple:
@@ -328,20 +318,9 @@ def _copy(value: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
     return result.clone(memory_format=torch.contiguous_format if value.is_contiguous() else torch.preserve_format)
 
 
-def index_fill(value: torch.Tensor, dim: int, index: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """torch.index_fill with a tensor ``[]``."""
-    shape = [1] * value.dim()
-    if shape:
-        shape[dim] = value.shape[dim]
-    is_filled = torch.zeros(shape, dtype=torch.bool, device=value.device).index_fill(dim, index, True)
-    return torch.where(is_filled, number.to(value.device, value.dtype), value)
-
-
-# What writes become, where torch 2.13 has no derivative (copy), or what is wrong under vmap: values of index_fill where
-# every batch has its own number and all have one tensor, derivatives of select_scatter.
-_DIFFERENTIABLE = {
-    torch.ops.aten.index_fill.int_Tensor: index_fill,
-    torch.ops.aten.select_scatter.default: _select_scatter,
+# What writes become: index_fill is wrong under vmap where every batch has its own number and all have one tensor.
+_PURE = {
+    torch.ops.aten.index_fill.int_Tensor: torch._refs.index_fill,
     torch.ops.aten.copy.default: _copy,
 }
 
