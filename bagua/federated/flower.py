@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
-from bagua.federated.platform import Client, Platform
+from bagua.federated.programs.platform import Client, Platform
 
 _ACTION = "bagua"
 _RECORD = "bagua"  # of messages and of the context's state; its one array is _BYTES
