@@ -102,7 +102,7 @@ class FlowerPlatform(Platform):
         return [_bytes(replies[node].content) for node in self.nodes]
 
     def _send(self, messages: list[Any]) -> list[Any]:
-        """The replies that came, until one of them is an error: nobody waits for the rest of a sum that is lost."""
+        """The replies that came, until one of them is an error: the rest of a sum that is lost is not waited for."""
         waiting = set(self._grid.push_messages(messages))
         replies: list[Any] = []
         deadline = time.monotonic() + self._timeout

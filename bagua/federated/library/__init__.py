@@ -1,1 +1,1 @@
-"""What is built on the verbs: aggregators, privacy, sampling, optimizers, metrics, partitions and simulations."""
+"""Tools built on the verbs: aggregators, privacy, sampling, optimizers, metrics, partitions and simulations."""

@@ -473,7 +473,7 @@ class Aggregator:
 
     @property
     def is_secure(self) -> bool:
-        """Whether the server sees nothing but sums over the clients, so that masks may hide each one's values."""
+        """True if the server sees nothing but sums over the clients, so that masks may hide each one's values."""
         return not isinstance(self._reduction, Robust)
 
     def init(self, like: Tree) -> tuple[State, ...]:
@@ -493,7 +493,7 @@ class Aggregator:
         mask: torch.Tensor | None = None,
         placement: str | None = None,
     ) -> tuple[Tree, tuple[State, ...]]:
-        """What the server gets, and the state after the round.
+        """Returns what the server gets, and the state after the round.
 
         Args:
             value: placed values, ``[num_local, ...]`` each, floating.
@@ -551,7 +551,7 @@ class Aggregator:
         return value, tuple(states)
 
     def _counts(self, weights: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """What each client counts, floating; None: 1 each."""
+        """Returns the weight of each client, floating; None: 1 each."""
         if weights is None:
             return None if mask is None else mask.to(torch.get_default_dtype())
         if not self.is_secure:

@@ -96,7 +96,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
 
 
 def count(mask: torch.Tensor) -> Total:
-    """How many examples count.
+    """The number of examples that count.
 
     Args:
         mask: bools of any shape, or weights, which add up.

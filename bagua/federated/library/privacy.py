@@ -37,7 +37,7 @@ class PrivateMean:
 
     Args:
         noise_multiplier: deviation of the noise of the sum in units of the clipping norm, at least 0; what the
-            accountant is told.
+            accountant is given.
         clip: the norm, or the one of the first round, above 0.
         quantile: 0 to 1: the share of clients whose norms are to be below the clipping norm, which follows it; None: it
             stays as it is.
@@ -169,7 +169,7 @@ class PrivateMean:
         return pytree.tree_unflatten(means, structure), {"round": round + 1, "clip": norm}
 
     def _rounding(self, total: Tree) -> float:
-        """By how much fixed point may move the norm of one client's values."""
+        """A bound on how far fixed point may move the norm of one client's values."""
         if not isinstance(self.reduction, SecureSum):
             return 0.0
         numel = sum(leaf.numel() for leaf in pytree.tree_leaves(total))
@@ -240,7 +240,7 @@ class _Accounting:
         self.library = dp_accounting
         relations = dp_accounting.NeighboringRelation
         self.new = lambda: rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
-        # Of orders far beyond the library's own, which end at an epsilon of log(1 / delta) / 1000 or so.
+        # The orders go far beyond the library's own, which end at an epsilon of log(1 / delta) / 1000 or so.
         orders = [1 + 2 ** (exponent / 8) for exponent in range(-64, 241)]
         self._unsampled = lambda: rdp.RdpAccountant(orders, neighboring_relation=relations.REPLACE_ONE)
         of_added = rdp.RdpAccountant(neighboring_relation=relations.ADD_OR_REMOVE_ONE)
@@ -250,7 +250,7 @@ class _Accounting:
         self._scale = 1.0 if counts_twice else 0.5
 
     def epsilon(self, multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
-        """Of all rounds: that of the sampled cohorts, or of cohorts that an attacker knows where that is less.
+        """The epsilon of all rounds: of sampled cohorts, or of cohorts that an attacker knows where that is less.
 
         The library's bound for sampling without replacement loses its digits in cancellation where the noise is large:
         it stays at a third or so, however large, and raises from there on. The bound without sampling holds as well.

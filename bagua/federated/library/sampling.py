@@ -1,4 +1,4 @@
-"""Who takes part in a round, and the random numbers of each client: by seed, on any number of ranks alike.
+"""The clients that take part in a round, and the random numbers of each client: by seed, on any number of ranks alike.
 
 Every draw is made from a generator of its own, whose seed is a hash of what is drawn: of the job's seed, the round and
 the client. So nothing depends on the order of the draws, on which rank makes them, or on how many ranks there are, and
@@ -53,7 +53,7 @@ def cohort(population: int, size: int, *, seed: int, round: int) -> torch.Tensor
 
 
 def participates(clients: Iterable[int] | torch.Tensor, rate: float, *, seed: int, round: int) -> torch.Tensor:
-    """Who of the clients gets through the round, each with probability `rate`: the mask of a reduction.
+    """The clients that get through the round, each with probability `rate`: the mask of a reduction.
 
     Args:
         clients: their numbers, such as a part of a cohort.
@@ -103,12 +103,12 @@ def per_client(
 
 
 def numbers_of(clients: Iterable[int] | torch.Tensor) -> list[int]:
-    """As Python's integers."""
+    """Returns Python's integers."""
     return clients.tolist() if isinstance(clients, torch.Tensor) else [operator.index(client) for client in clients]
 
 
 def integer(name: str, number: Any) -> int:
-    """As Python's integer, of NumPy's too.
+    """Returns Python's integer, of NumPy's too.
 
     Raises:
         InvalidArgument: it is none.

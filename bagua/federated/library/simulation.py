@@ -34,7 +34,7 @@ State = Any  # a pytree of tensors and numbers, equal on all ranks
 
 
 class Round(NamedTuple):
-    """What a step is told of its round.
+    """The round that a step computes.
 
     Attributes:
         number: from 0.
@@ -67,7 +67,7 @@ Step = Callable[[State, Round], tuple[State, Mapping[str, Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Availability:
-    """Who of a cohort gets through a round: drawn by seed, for each client and round.
+    """The clients of a cohort that get through a round: drawn by seed, for each client and round.
 
     Clients drop out, each with the same probability. The others answer after durations whose logarithms are normal:
     one half of the variance is of the client, so that slow ones stay slow, the other of the round. With `wait_for` the
@@ -123,7 +123,7 @@ class Simulation:
         population: how many clients there are.
         cohort: how many of them a round has.
         seed: of everything that is drawn.
-        availability: who gets through a round. In a round in which nobody does nothing happens.
+        availability: the clients that get through a round. In a round without any, nothing happens.
         num_local: as of ``federated.program``, but no single number.
         group: as of ``federated.program``.
         writer: a SummaryWriter of TensorBoard, or anything with its ``add_scalar``; rank 0 writes ``<name>/<figure>``.
@@ -210,7 +210,7 @@ class Simulation:
         return found
 
     def sample(self, number: int) -> Round:
-        """What the round of that number is told: it can be asked for at any time."""
+        """Returns the round of that number: it can be asked for at any time."""
         seed = self._job["seed"]
         cohort = sampling.cohort(self._job["population"], self._job["cohort"], seed=seed, round=number)
         mask = self._availability.mask(cohort, seed=seed, round=number)
@@ -222,7 +222,7 @@ class Simulation:
         return dict(self._figures)
 
     def collector(self) -> dashboards.FiguresCollector:
-        """For prometheus-client: gauges ``bagua_<name>_<figure>`` with the label ``rank``.
+        """Returns a collector for prometheus-client: gauges ``bagua_<name>_<figure>`` with the label ``rank``.
 
         Example:
             >>> from prometheus_client import REGISTRY                            # doctest: +SKIP
@@ -341,14 +341,14 @@ class Simulation:
         self.round = content["round"]
 
     def _agree(self, prepare: Callable[[], tuple[Any, dict[str, Any]]]) -> Any:
-        """What `prepare` returns; where it fails on one rank, all raise."""
+        """Returns what `prepare` returns; where it fails on one rank, all raise."""
         if self._group is None or self._group.size == 1:
             return prepare()[0]
         return consensus.agree(self._group, prepare, "a state is the same on all ranks: take it from reductions only")
 
 
 def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
-    """Whether it has the fields that ``save`` writes, each of its type."""
+    """Returns True if it has the fields that ``save`` writes, each of its type."""
     if not isinstance(content, dict):
         return False
     round, of_job, leaves = (content.get(name) for name in ("round", "job", "leaves"))
@@ -359,7 +359,7 @@ def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
 
 
 def _kinds(state: State) -> dict[str, str]:
-    """Of the tensors, by their paths."""
+    """Returns the tensors by their paths."""
     return _kinds_of(pytree.tree_flatten_with_path(state)[0])
 
 
@@ -379,7 +379,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _check_leaf(index: int, leaf: Any) -> None:
-    """That load can read it: what is saved and cannot be read is lost."""
+    """Raises if load could not read it: what is saved and cannot be read is lost."""
     try:
         if isinstance(leaf, torch.Tensor):
             is_good = leaf.layout is torch.strided

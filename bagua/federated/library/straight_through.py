@@ -1,4 +1,4 @@
-"""What aggregators do that no verb does: code clients' values, add them up modulo 2^k, gather them, draw noise.
+"""The operators of aggregators, no verbs: code clients' values, add them up modulo 2^k, gather them, draw noise.
 
 Coding and fixed point are steps, whose derivative is 0 nearly everywhere and of no use. In reverse mode cotangents go
 straight through them, as if the values were sent as they are; in forward mode tangents are those of the values, and
@@ -43,7 +43,7 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Any:
 def _code(
     value: torch.Tensor, round: torch.Tensor | None, client: torch.Tensor | None, codec: str, seed: int
 ) -> torch.Tensor:
-    """Of ``[..., numel]``, a message for each of its rows; round and client are of their axes, or of size 1 there."""
+    """Codes each row of ``[..., numel]`` as a message; round and client are of their axes, or of size 1 there."""
     coding = codecs.get(codec)
     rows = value.contiguous().flatten(0, -2) if value.dim() > 1 else value.contiguous().unsqueeze(0)
     keys: list[int | None] = [None] * len(rows)
@@ -82,7 +82,7 @@ torch.library.register_vmap(f"{NAMESPACE}::code", _batch_of_code, lib=_library)
 def coded(
     values: Sequence[torch.Tensor], codec: str, seed: int, round: torch.Tensor | None, client: torch.Tensor | None
 ) -> Tensors:
-    """What the server decodes of one client's values, inside of its function: one message for each dtype.
+    """Returns what the server decodes of one client's values, inside of its function: one message for each dtype.
 
     Args:
         values: of dtypes that the codec encodes.
@@ -96,7 +96,7 @@ def coded(
         rows = [values[i].reshape(-1) for i in indices]
         message = torch.cat(rows)
         plain = message.detach()
-        # What is added is 0, and has the derivative: in every mode, and in graphs.
+        # The sum that is added is 0, and has the derivative: in every mode, and in graphs.
         message = _code_operator(plain, round, client, codec, seed) + (message - plain)
         for index, part in zip(indices, message.split([row.shape[0] for row in rows]), strict=True):
             results[index] = part.reshape(values[index].shape)
@@ -111,7 +111,7 @@ def _modular_sum(values: Tensors, names: list[str], placement: str, options: lis
     group, failure = clients.group, None
     try:
         codes = coding.encode(values, clients.size)
-    except InvalidArgument as error:  # told to the others in the sum
+    except InvalidArgument as error:  # reported to the others in the sum
         failure, codes = error, [torch.zeros_like(value, dtype=torch.int64) for value in values]
     has_failed = codes[0].new_zeros(1 if group is None else group.size)
     has_failed[0 if group is None else group.rank] = failure is not None
@@ -213,7 +213,7 @@ _noise_operator = _define(
 
 
 def noise(round: torch.Tensor, seed: int, like: torch.Tensor) -> torch.Tensor:
-    """Of the standard normal distribution, like a server value; drawn by the host, the same on all ranks.
+    """Draws from the standard normal distribution, like a server value; drawn by the host, the same on all ranks.
 
     Args:
         round: int64 ``[]``; with the seed it decides the numbers.

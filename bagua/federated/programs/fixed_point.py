@@ -27,7 +27,7 @@ def _check(name: str, number: Any, low: int, high: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FixedPoint:
-    """How real numbers become integers modulo 2^bits.
+    """A coding of real numbers as integers modulo 2^bits.
 
     A sum of n encoded values differs by at most ``tolerance(n)`` from the sum of the values, and by the rounding of the
     result to its dtype, half a unit in the last place.

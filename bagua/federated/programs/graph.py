@@ -28,7 +28,7 @@ REDUCTIONS = ("reduce_sum", "reduce_mean")
 
 @dataclass(eq=False)
 class Value:
-    """What an input is, or a result of a node.
+    """An input, or a result of a node.
 
     Attributes:
         shape: without the clients' axis.
@@ -44,7 +44,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Of one client, or of the server's."""
+        """The bytes of one client, or of the server."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def results_placement(self) -> str:
-        """Of its results."""
+        """The placement of its results."""
         return next(filter(None, self.results)).placement
 
     @property
@@ -143,7 +143,7 @@ class Graph:
 
     @torch.compiler.disable  # which would compile our interpreter, node by node
     def __call__(self, *args: Any) -> Any:
-        """What the traced function returns for such arguments.
+        """Returns what the traced function returns for such arguments.
 
         Args:
             args: of the structure, shapes and dtypes of those that it was traced with; placed values are ``[num_local,
@@ -181,7 +181,7 @@ class Graph:
         return [known[output] if isinstance(output, Value) else output for output in self.outputs]
 
     def compute(self, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
-        """What a node gives, by the verbs of the program that runs."""
+        """Computes a node, by the verbs of the program that runs."""
         if not node.verb:
             return self.compute_operator(node, known, lambda name: current(name, "a traced operator").num_local)
         values = [known[value] for value in node.args]
@@ -200,7 +200,7 @@ class Graph:
     def compute_operator(
         self, node: Node, known: dict[Value, Any], num_clients: Callable[[str], int]
     ) -> Sequence[torch.Tensor]:
-        """What an operator of torch gives, or a constant."""
+        """Computes an operator of torch, or returns a constant."""
         if node.target in self.constants:
             return [self.constants[node.target]]
 
@@ -218,7 +218,7 @@ class Graph:
         return [result] if isinstance(result, torch.Tensor) else result
 
     def as_client_function(self) -> Callable[..., tuple]:
-        """Of one client's leaves to its results."""
+        """Returns a function of one client's leaves to its results."""
 
         def client(*leaves: torch.Tensor) -> tuple:
             return tuple(self._in_programs(leaves))
@@ -236,7 +236,7 @@ class Graph:
             raise InvalidArgument(f"{self.name} was traced for {value.name}: {value}{clients}, but got {got}")
 
     def numbers(self) -> dict[Value, int]:
-        """Of all values, inputs first, in their order."""
+        """Returns all values, inputs first, in their order."""
         results = [result for node in self.nodes for result in node.results if result]
         return {value: number for number, value in enumerate([*self.inputs, *results])}
 
@@ -352,7 +352,7 @@ OF_AGGREGATORS = tuple(f"{operators.NAMESPACE}.{name}.default" for name in ("cod
 
 
 def refusal(operator: Any) -> str:
-    """Why an operator may not be in a graph, and "" for one that may: it computes new tensors, and does nothing else.
+    """Returns why an operator may not be in a graph, or "" if it may: it computes new tensors, and does nothing else.
 
     Not by name alone, since torch.ops has what TorchScript needs, too, such as aten.save. That says nothing of what it
     is called with: see refusal_of_call.
@@ -382,8 +382,8 @@ def refusal(operator: Any) -> str:
 
 _WITHOUT_VALUES = ("empty", "resize", "sparse", "quantized", "nested", "fbgemm")
 
-# Of the operators whose names begin with "_", those that public functions of torch 2.9 to 2.14 and their derivatives
-# run, but for the derivative of segment_reduce, which trusts lengths that nobody has checked. All others are refused:
+# The operators with names that begin with "_" that public functions of torch 2.9 to 2.14 and their derivatives
+# run, but for the derivative of segment_reduce, which trusts lengths that are not checked. All others are refused:
 # they are for sparse, nested and quantized tensors, for one kind of device, for torch.optim, for generators of random
 # numbers, for transforms, or trust indices, too. Where a new torch has a new one, tracing names it.
 _INTERNAL = frozenset({
@@ -438,7 +438,7 @@ _UPDATING = {
 
 
 def refusal_of_call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], before: Sequence[Node]) -> str:
-    """Why an operator that may be in a graph may not be called like that, and "" where it may.
+    """Returns why an operator may not be called like that in a graph, or "" if it may.
 
     Args:
         args, kwargs: with Values for tensors.
@@ -458,7 +458,7 @@ def refusal_of_call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def _is_new(value: Any, nodes: Sequence[Node]) -> bool:
-    """Whether a value is in memory that an operator has made here, or a view of such a one is."""
+    """Returns True if a value is in memory that an operator has made here, or a view of such a one is."""
     makers = {result: node for node in nodes for result in node.results}
     while True:
         made = makers.get(value) if isinstance(value, Value) else None
@@ -497,7 +497,7 @@ def operator_of(target: str) -> Any:
 
 
 def leaf_name(argument: str, path: tuple) -> str:
-    """What a leaf of an argument is called in a graph, such as "params_weight"."""
+    """The name of a leaf of an argument in a graph, such as "params_weight"."""
     rest = "".join(c if c.isalnum() else "_" for c in pytree.keystr(path)).strip("_")
     return f"{argument}_{rest}" if rest else argument
 
@@ -537,7 +537,7 @@ class _Underived(torch.autograd.Function):
         return _Underived.apply(name, *values), dims[1:]
 
 
-# ---- what nobody needs
+# ---- dead nodes
 
 
 def without_dead_nodes(graph: Graph) -> Graph:

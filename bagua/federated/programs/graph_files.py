@@ -40,7 +40,7 @@ _ENUMS_OF_SCHEMAS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryF
 
 
 def to_bytes(graph: Graph) -> bytes:
-    """What ``from_bytes`` reads. Where its programs run, in which group, is not kept."""
+    """Returns bytes that ``from_bytes`` reads. Where its programs run, in which group, is not kept."""
     constants: list[torch.Tensor] = []
     text = json.dumps({"format": _FORMAT, "version": _VERSION, "graph": _encode_graph(graph, constants)})
     file = io.BytesIO()
@@ -140,7 +140,7 @@ def _dumps(structure: Any, name: str) -> str:
 
 # ---- and back
 
-# What a defaultdict of a structure may make.
+# The types that a defaultdict of a structure may make.
 _FACTORIES = ("bool", "int", "float", "complex", "str", "list", "tuple", "dict", "set")
 
 
@@ -184,7 +184,7 @@ def _enum(kind: str, name: str) -> Any:
 
 
 def _check_enums(operator: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """For a dtype torch takes any integer, too, with which it reads memory that is not its own."""
+    """Refuses an integer as a dtype, which torch takes, and with which it reads memory that is not its own."""
     arguments = operator._schema.arguments
     given = [*zip(arguments, args, strict=False), *((one, kwargs[one.name]) for one in arguments if one.name in kwargs)]
     for argument, value in given:

@@ -34,7 +34,7 @@ Tree = Any  # a pytree of tensors
 
 
 class Platform(ABC):
-    """What carries bytes between a server and its clients. Implement it for yours.
+    """A carrier of bytes between a server and its clients. Implement it for yours.
 
     At a client, ``federated.Client(...).answer(request)`` is the reply; the client must be the same object, or one
     restored from ``state``, for all requests of a run.
@@ -43,7 +43,7 @@ class Platform(ABC):
     @property
     @abstractmethod
     def num_clients(self) -> int:
-        """How many clients answer."""
+        """The number of clients that answer."""
 
     @abstractmethod
     def exchange(self, request: bytes) -> Sequence[bytes]:
@@ -76,7 +76,7 @@ class IsolatedClients(Platform):
 
 
 def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = None, **values: Tree) -> Tree:
-    """What the traced function returns, computed by a server and the platform's clients.
+    """Returns what the traced function returns, computed by a server and the platform's clients.
 
     Sums are of fixed point numbers with masks: they differ from those of the program by ``coding.tolerance(n)`` at
     most, which means are divided by n of.
@@ -127,7 +127,7 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
 
 
 def _refuse_same_numbers(graph: Graph) -> None:
-    """Of maps whose clients are to draw the same random numbers: each draws its own where it is."""
+    """Refuses maps whose clients are to draw the same random numbers: each draws its own where it is."""
     for node in graph.nodes:
         if node.verb == MAP and node.randomness == "same" and _draws(graph.functions[node.target]):
             raise InvalidArgument(
@@ -143,12 +143,12 @@ def _draws(function: Graph) -> bool:
     )
 
 
-# Of requests.
+# The keys of requests.
 _CONTENT = {"open": {"graph", "turns", "session", "coding"}, "round": {"number", "session", "values"}}
 
 
 def _device_of(known: dict[Value, torch.Tensor]) -> torch.device:
-    """Where a side computes: where its own values are. What it sends is on the CPU."""
+    """The device on which a side computes: that of its own values. What it sends is on the CPU."""
     return next((tensor.device for tensor in known.values()), torch.device("cpu"))
 
 
@@ -158,7 +158,7 @@ def _like(value: Value, verb: str) -> torch.Tensor:
 
 
 def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -> list:
-    """What each client replies under that key.
+    """Returns what each client replies under that key.
 
     Raises:
         InvalidArgument: it is not one reply of each client.
@@ -200,7 +200,7 @@ class Client:
         self._graph: Graph | None = None
 
     def state(self) -> bytes:
-        """What ``restore`` needs to answer the next request of a run, without the data.
+        """Returns what ``restore`` needs to answer the next request of a run, without the data.
 
         It has the client's secret key and values: it must not leave the client. After the last round it is of no run.
         A client is restored from its newest state only, for one that answers a round twice uses its masks twice.
@@ -232,7 +232,7 @@ class Client:
         """The client of which this is the state.
 
         Args:
-            state: of ``state()``, kept where nobody else reads it.
+            state: of ``state()``, kept where no other reads it.
             data: the client's own values, as before.
         """
         client = cls(**data)
@@ -252,7 +252,7 @@ class Client:
         Raises:
             InvalidArgument: it comes out of turn, the graph needs data that this client does not have, there are fewer
                 than two clients, a value is out of the range of a sum, or the graph cannot be computed on the data.
-                Platforms may tell the server what an error says, so it says no value; what raised it is its cause.
+                Platforms may tell the server what an error says, so it has no value; what raised it is its cause.
         """
         message = _read(request)
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
@@ -304,7 +304,7 @@ class Client:
         self._known.update(zip(sent, (value.to(self._device) for value in message["values"]), strict=True))
         for node in graph.nodes[begin.nodes :][: turn.nodes]:
             self._known.update(zip(node.results, self._compute(graph, node), strict=True))
-        # What leaves a client: parts of sums, masked.
+        # A client sends parts of sums, masked.
         parts = [self._known[value][0] for value in graph.outputs[begin.outputs :][: turn.outputs]]
         return self._sum.mask(parts, number)
 
@@ -317,7 +317,7 @@ class Client:
             ) from error
 
     def _results(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
-        """What a node gives at one client, whose axis has one element."""
+        """Computes a node at one client, whose axis has one element."""
         if node.verb == MAP:
             function = graph.functions[node.target].as_client_function()
             return [result[None] for result in function(*(self._known[value][0] for value in node.args))]

@@ -1,4 +1,4 @@
-"""What a graph sends, and when: its rounds, each down to the clients and up again, and their bytes.
+"""The messages of a graph: its rounds, each down to the clients and up again, and their bytes.
 
 Nodes are as early as what they need allows: what clients compute for a reduction needs the reductions before it only
 through what is broadcast. All reductions of a round travel together.
@@ -88,7 +88,7 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
 
 
 class Turn(NamedTuple):
-    """How many inputs a client gets in a round, how many nodes it computes, and how many outputs it gives."""
+    """Counts how many inputs a client gets in a round, how many nodes it computes, and how many outputs it gives."""
 
     inputs: int
     nodes: int
@@ -96,7 +96,7 @@ class Turn(NamedTuple):
 
 
 def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn]]:
-    """What a client computes, without anything that is the server's own.
+    """Returns what a client computes, without anything that is the server's own.
 
     Returns:
         A graph whose inputs are the clients' own, then what they are sent round by round; whose nodes, and whose
@@ -129,7 +129,7 @@ def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn
 
 @dataclass(frozen=True)
 class Cost:
-    """What a graph sends, to and from each client.
+    """Returns what a graph sends, to and from each client.
 
     Attributes:
         rounds: exchanges one after the other.

@@ -97,7 +97,7 @@ class SecureSum:
         return self.index
 
     def mask(self, values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """What the server may see of this client's values.
+        """Returns what the server may see of this client's values.
 
         Args:
             values: floating or of integers.

@@ -100,7 +100,7 @@ def trace(function: Callable, *args: Any) -> Graph:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgument(f"two tensors of the arguments are called {twice}: rename an argument or a key")
-    # As objects of their own: torch takes an object that is given twice for one argument.
+    # They are objects of their own: torch takes an object that is given twice for one argument.
     examples = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     with traced.run_trace() as run:
         module = traced.graph_of(flat, examples)
@@ -120,7 +120,7 @@ def _title(function: Callable) -> str:
 
 
 def _names(function: Callable, args: tuple) -> list[str]:
-    """Of each leaf of the arguments, such as "params_w"."""
+    """Returns the name of each leaf of the arguments, such as "params_w"."""
     try:
         parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     except (TypeError, ValueError):
@@ -313,7 +313,7 @@ class _Conversion:
         return results[0] if isinstance(like, torch.Tensor) else results
 
     def _filled(self, target: str, args: tuple, like: torch.Tensor) -> Value:
-        """For zeros_like, new_ones and their kin: aten.full, which depends on no value."""
+        """Replaces zeros_like, new_ones and their kin by aten.full, which depends on no value."""
         name = name_of(target)
         number = 1 if "ones" in name else 0 if "zero" in name or "empty" in name else args[-1]
         source = args[0] if isinstance(args[0], Value) and name.endswith("_like") else None
@@ -398,7 +398,7 @@ def _plain(argument: Any) -> Any:
 
 
 def _is_made_from_nothing(node: fx.Node) -> bool:
-    """Whether the operator takes no value from its arguments, but a shape at most."""
+    """Returns True if the operator takes no value from its arguments, but a shape at most."""
     name = name_of(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
     return name in (
         "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zeros", "ones", "full",

@@ -1,4 +1,4 @@
-"""What clients compute outside of map_fn, such as sums of cotangents: operators of torch along the clients' axis.
+"""Computations of clients outside of map_fn, such as sums of cotangents: torch's operators along the clients' axis.
 
 A graph must mean the same for any number of clients, and for each of them alone. So an operator on placed values is
 followed only where it computes every client's result from that client's values: the rules say so for each kind, where
@@ -175,7 +175,7 @@ def _reduction(args: tuple, shape: list[int], like: Any, clients: NumClients, n:
 
 
 def _along(position: int) -> Rule:
-    """For operators along one axis, which is the argument at this position."""
+    """The rule of operators along one axis, which is the argument at this position."""
 
     def rule(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
         dim = args[position] if len(args) > position else 0

@@ -43,7 +43,7 @@ _is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 @torch.compiler.assume_constant_result
 def current_level() -> int:
-    """Of torch.func's transforms; 0 without one. torch.compile runs this, too, under those that it traces."""
+    """The level of torch.func's transforms; 0 without one. torch.compile runs this, too, under those that it traces."""
     return _functorch.maybe_current_level() or 0
 
 
@@ -98,7 +98,7 @@ class ClosureCheck(TorchFunctionMode):
             self.check(tensor, is_followed)
 
     def check(self, tensor: torch.Tensor, is_followed: bool = True) -> None:
-        """Of what an operation uses, or the client function returns; `is_followed` says whether a gradient follows."""
+        """Checks what an operation uses or the client function returns; `is_followed`: by a gradient, through it."""
         if not self._is_inside(tensor):
             self._check(tensor, is_followed and torch.is_grad_enabled())
 
@@ -107,7 +107,7 @@ class ClosureCheck(TorchFunctionMode):
         return None if self._is_inside(tensor) or _is_wrapped(tensor) else (tensor, version_of(tensor))
 
     def _set_level(self, tensor: torch.Tensor, given: list[torch.Tensor]) -> None:
-        """Of what a function of `given` returns, and of what it wraps, which remains when a transform inside ends."""
+        """Marks what a function of `given` returns, and what it wraps, which remains when a transform inside ends."""
         # An argument that is returned as it is, such as by Tensor.float, was not made inside.
         while not any(tensor is one for one in given):
             setattr(tensor, _LEVEL, self._level)
@@ -118,7 +118,7 @@ class ClosureCheck(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether it was made inside, under the transforms too that the client function calls."""
+        """Returns True if it was made inside, under the transforms too that the client function calls."""
         while getattr(tensor, _LEVEL, -1) < self._level:
             if torch.compiler.is_compiling() or not _is_wrapped(tensor):
                 return False
@@ -128,7 +128,7 @@ class ClosureCheck(TorchFunctionMode):
         return True
 
     def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
-        """Of a tensor from outside; `is_followed` says whether a gradient follows through the function."""
+        """Checks a tensor from outside; `is_followed` says whether a gradient follows through the function."""
         if torch.compiler.is_compiling():
             if is_followed or self._is_node:
                 _check_constant(tensor, self._level, tensor.shape, self._verb)
@@ -152,7 +152,7 @@ class ClosureCheck(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
 
-# Where torch.compile falls back to Python, torch 2.14 compiles this function by itself, and runs what it has made for
+# If torch.compile falls back to Python, torch 2.14 compiles this function by itself, and runs what it has made for
 # one attribute of a tensor for another. Within what is compiled as a whole it is traced all the same.
 torch._dynamo.eval_frame.skip_code(ClosureCheck.__torch_function__.__code__)
 
@@ -212,7 +212,7 @@ def check_no_script(function: Any, verb: str) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Another one after a write into its memory; of inference tensors nobody knows."""
+    """Returns a number that a write into its memory changes; 0 of inference tensors, which have none."""
     with torch._C.DisableTorchFunction():  # around a program within a client function is the check of that one
         tensor = _innermost(tensor)
         return 0 if tensor.is_inference() else tensor._version
@@ -228,7 +228,7 @@ def _innermost(tensor: torch.Tensor) -> torch.Tensor:
 # ---- whether a gradient leads to a tensor
 #
 # An operator, since every level of torch.func (and autograd, below them) dispatches it anew, with the tensor as it is
-# there. It runs where torch.compile traces, too, where a tensor does not tell what it is wrapped in.
+# there. It runs where torch.compile traces, too, where it is not known what a tensor is wrapped in.
 
 _library = torch.library.Library("bagua_federated", "FRAGMENT")
 _library.define("check_constant(Tensor value, int level, SymInt[] shape, str verb) -> Tensor")
@@ -254,7 +254,7 @@ def _check_here(keyset: Any, value: torch.Tensor, level: int, shape: Sequence[in
 def _check_batched(
     info: Any, in_dims: tuple, value: torch.Tensor, level: int, shape: Sequence[int], verb: str
 ) -> tuple[torch.Tensor, None]:
-    """What is another for every client is from inside; batches of programs and of the function itself say nothing."""
+    """Accepts what differs between clients, from inside; batches of programs and of the function do not count."""
     if current_level() == level:
         return value.new_empty(0), None
     return _check_constant(value, level, shape, verb), None
@@ -267,7 +267,7 @@ torch.library.register_vmap("bagua_federated::check_constant", _check_batched, l
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    """Those that torch's functions take and return: by themselves, in lists, tuples and dictionaries."""
+    """Returns the tensors that torch's functions take and return: by themselves, in lists, tuples and dictionaries."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -151,7 +151,7 @@ def map_reduce(
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
-    """Or may be: under any transform it is taken to be. Tangents outside of transforms go through what is computed."""
+    """Returns True under any transform, or if an input requires a gradient; other tangents pass through the node."""
     return current_level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
 
 
@@ -232,7 +232,7 @@ class Node(NamedTuple):
 
     def _compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         if not self.clients.num_local:
-            # What one client would give, less its values: of the structure that the other ranks have.
+            # The results of one client, less its values: they have the structure that the other ranks have.
             results = self.of_chunk(*self._part(inputs, first_of))
             return tuple(torch.zeros_like(x) if one else x[:0] for x, one in self._with_kind(results))
         totals: list[Any] = []
@@ -251,7 +251,7 @@ class Node(NamedTuple):
                     totals[index] = totals[index] + result
                 else:
                     totals[index].append(result)
-        # Of its own memory: forward mode writes into tangents, and those of what nothing moves are expanded zeros.
+        # It has its own memory: forward mode writes into tangents, and those of what nothing moves are expanded zeros.
         return tuple(
             total.to(dtype).contiguous() if is_sum else torch.cat(total)
             for (total, is_sum), dtype in zip(self._with_kind(totals), dtypes, strict=True)
@@ -347,7 +347,7 @@ class _Function(torch.autograd.Function):
         for x, dim, one in zip(inputs, in_dims[1:], node.is_shared, strict=True):
             dims.append(None if dim is None else 0 if one else 1)
             moved.append(x if dim is None else x.movedim(dim, dims[-1]))
-        # What is no batch for the function itself draws once, as it did when it ran first.
+        # The function draws once for a batch that is none of its own inputs', as it did when it ran first.
         is_again = node.num_given is not None and all(dim is None for dim in dims[: node.num_given])
         randomness = "same" if is_again else info.randomness
         batched = torch.func.vmap(node.of_chunk, tuple(dims), randomness=randomness)

@@ -1,4 +1,4 @@
-"""What of the verbs crosses ranks, with its derivatives and its rule under vmap: what makes programs closed.
+"""The part of the verbs that crosses ranks, with its derivatives and its rule under vmap: what makes programs closed.
 
 A verb is a part that torch differentiates by itself (an expansion over this rank's clients, a sum over them) and one of
 these operators over all tensors of a pytree, which are elementwise in this rank's view:

@@ -1,4 +1,4 @@
-"""Where clients live: how many there are, which of them this rank holds, the group that sums over all of them.
+"""Placements: how many clients there are, which of them this rank holds, the group that sums over all of them.
 
 `program` puts a placement in force while a function runs; the verbs find it there. Operators of a program carry the
 key of their placement, so that derivatives, which run later and elsewhere, find it by `placement_of`. What ranks must
@@ -80,7 +80,7 @@ class Placement:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """What is raised inside is raised on all ranks of the group."""
+        """Marks what is raised inside as raised on all ranks of the group."""
         try:
             yield
         except Exception as error:
@@ -97,7 +97,7 @@ class Placement:
 
 
 class _Memory:
-    """What the placements of a group reduce in, one after another, and which they are; it ends with the group."""
+    """The placements of a group, and the memory in which they reduce one after another; it ends with the group."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -191,11 +191,11 @@ _mirror = _Mirror()
 
 
 def frames() -> tuple[Frame, ...]:
-    """What runs, from the outermost program in."""
+    """The programs that run, from the outermost program in."""
     return _mirror.frames if torch.compiler.is_compiling() else _frames.get()
 
 
-# What federated.trace keeps while it runs; nothing communicates then.
+# The state of federated.trace while it runs; nothing communicates then.
 trace_in_force: contextvars.ContextVar[Any] = contextvars.ContextVar("bagua_trace", default=None)
 
 
@@ -212,7 +212,7 @@ def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]
     token = _frames.set(within)
     _mirror.frames = within
     try:
-        # Or devices' backward would run where no frame is seen.
+        # In another thread a device's backward would see no frame.
         with torch.autograd.set_multithreading_enabled(False), _in_client() if frame.is_mapping else nullcontext():
             return function(*args, **kwargs)
     finally:
@@ -448,7 +448,7 @@ def _members_of(group: ProcessGroup) -> ProcessGroup | None:
 
 
 def _local_of(size: int, num_local: int | Sequence[int] | None, group: ProcessGroup | None, name: str) -> int:
-    """How many clients this rank holds."""
+    """Returns how many clients this rank holds."""
     rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
     if num_local is None:
         return size // num_ranks + (rank < size % num_ranks)
@@ -467,7 +467,7 @@ def _local_of(size: int, num_local: int | Sequence[int] | None, group: ProcessGr
 
 
 def local_slice(size: int, *, group: ProcessGroup | None = None, num_local: Sequence[int] | None = None) -> slice:
-    """Which of `size` clients this rank holds in a program with the same arguments: the part of what is known of all.
+    """Returns which of `size` clients this rank holds in a program with the same arguments.
 
     Args:
         size: clients of all ranks.

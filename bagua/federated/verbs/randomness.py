@@ -1,4 +1,4 @@
-"""What client functions draw from torch's own generators: `randomness` of map_fn and map_reduce.
+"""Random numbers that client functions draw from torch's own generators: `randomness` of map_fn and map_reduce.
 
 "different": torch.func.vmap draws for all of this rank's clients at once, and the ranks have mostly the same seed. So
 each draws from a seed of its own: what the CPU's generator gives next, and the rank. Afterwards the generators of all
@@ -95,12 +95,12 @@ _MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE"
 
 
 def _has_no_values() -> bool:
-    """Whether a graph is made, or shapes alone are computed."""
+    """Returns True if a graph is made, or shapes alone are computed."""
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
 
 
 def rewind(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """What puts the generators of the CPU and of the tensors' devices back to where they are now."""
+    """Returns a function that puts the generators of the CPU and of the tensors' devices back to where they are now."""
     of_cpu = torch.get_rng_state()
     modules = {x.device: torch.get_device_module(x.device) for x in tensors if not x.is_cpu}
     of_devices = {device: module.get_rng_state(device) for device, module in modules.items()}

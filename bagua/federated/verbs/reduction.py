@@ -57,7 +57,7 @@ def sum_over_ranks(
 
 
 def _sum_alike(placement: Placement, values: list[torch.Tensor], subject: int) -> list[torch.Tensor]:
-    """Of values of one dtype, on one device."""
+    """Sums values of one dtype, on one device."""
     dtype, device = values[0].dtype, common_device(("a value to be summed", value) for value in values)
     real = [torch.view_as_real(value) if dtype.is_complex else value for value in values]
     if dtype is torch.int16:  # which is not sent
@@ -71,7 +71,7 @@ def _sum_alike(placement: Placement, values: list[torch.Tensor], subject: int) -
 
 
 class Like(NamedTuple):
-    """What the ranks must have in common of a value that they reduce."""
+    """The properties that ranks must have in common of a value that they reduce."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -124,7 +124,7 @@ def _subject_of(described: dict[str, str]) -> int:
 
 
 def clients_by_rank(placement: Placement) -> list[int]:
-    """How many clients each rank holds; the ranks tell each other the first time."""
+    """Returns how many clients each rank holds; the ranks exchange that the first time."""
     with placement.lock, placement.everywhere():
         return _count(placement)
 

@@ -26,7 +26,10 @@ _functorch = torch._C._functorch
 
 
 def _has_tangents() -> bool:
-    return forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _transforms()
+    trace = tracing()
+    return (
+        forward_ad._current_level > (trace.dual_level if trace else -1) or _functorch.TransformType.Jvp in _transforms()
+    )
 
 
 def _transforms() -> list[Any]:
@@ -157,7 +160,7 @@ def _may_have_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-# What torch takes for a constant in forward mode: the argument's name, and where it is.
+# Torch takes an argument for a constant in forward mode: its name, and its position.
 _REFUSED: dict[Callable, tuple[str, int]] = {
     functional.nll_loss: ("weight", 2),
     functional.cross_entropy: ("weight", 2),
@@ -169,7 +172,7 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     # native_layer_norm_backward under vmap takes mean and rstd for constants, and so does its forward mode.
     functional.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
-    # native_batch_norm_backward likewise; graphs lose running statistics, whose change no schema tells of.
+    # native_batch_norm_backward likewise; graphs lose running statistics, whose change is in no schema.
     functional.batch_norm: _batch_norm,
     torch.batch_norm: _in_order_of_torch(_batch_norm),
     functional.instance_norm: _instance_norm,

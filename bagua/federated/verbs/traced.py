@@ -1,4 +1,4 @@
-"""What the verbs are while federated.trace runs: operators over whole placed values, of which a map is one.
+"""The verbs while federated.trace runs: operators over whole placed values, of which a map is one.
 
 Nothing is computed: torch traces with tensors that have shapes only, and what appears in the graph are these operators
 and torch's own. A map names its client function, which is traced by itself, for one client. Derivatives of a map, and
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -48,7 +49,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without its values."""
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -67,7 +68,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientFunction:
-    """What one client computes, traced.
+    """A client function, traced.
 
     Attributes:
         key: what a map's operator names it by.
@@ -93,12 +94,13 @@ class ClientFunction:
 
 @dataclass
 class Trace:
-    """What is found while a function is traced."""
+    """The findings of one trace of a function."""
 
     client_functions: dict[str, ClientFunction] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)  # by name
     programs: dict[str, Callable] = field(default_factory=dict)  # that put them in force again
     closure_checks: list[Any] = field(default_factory=list)  # over the client functions that are traced now, inner last
+    dual_level: int = -1  # of forward mode around the function that is traced now, where it has no meaning
     _derived: dict[tuple, ClientFunction] = field(default_factory=dict)
 
     def add_program(self, placement: Placement, program: Callable) -> None:
@@ -208,7 +210,7 @@ _lock = threading.RLock()  # torch traces in one thread at a time
 
 
 def is_drawn(node: fx.Node) -> bool:
-    """Whether the node gives random numbers."""
+    """Returns True if the node gives random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or node.target in NAMES:
         return False
     indices = [index for index, one in enumerate(node.target._schema.arguments) if one.name == "dropout_p"]
@@ -306,7 +308,7 @@ class _NoSetData(TorchFunctionMode):
 def _plain_slice(
     value: torch.Tensor, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple:
-    """What slice_scatter is given after the value, with indices between 0 and the size."""
+    """Returns what slice_scatter is given after the value, with indices between 0 and the size."""
     if -value.dim() <= dim < value.dim():
         start, end, _ = slice(start, end).indices(value.shape[dim])
         end = max(start, end)
@@ -318,7 +320,7 @@ def _copy(value: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
     return result.clone(memory_format=torch.contiguous_format if value.is_contiguous() else torch.preserve_format)
 
 
-# What writes become: index_fill is wrong under vmap where every batch has its own number and all have one tensor.
+# Functional forms of writes: index_fill is wrong under vmap if every batch has its own number and all one tensor.
 _PURE = {
     torch.ops.aten.index_fill.int_Tensor: torch._refs.index_fill,
     torch.ops.aten.copy.default: _copy,
@@ -356,7 +358,7 @@ def _refuse_write(node: fx.Node) -> NoReturn:
 
 @contextmanager
 def _below_the_trace() -> Iterator[None]:
-    """Where tensors have values, and no transform runs."""
+    """Leaves the trace: tensors have values inside, and no transform runs."""
     with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing(), unset_fake_temporarily():
         yield
 
@@ -364,14 +366,16 @@ def _below_the_trace() -> Iterator[None]:
 def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec]) -> fx.GraphModule:
     """The same of a client function, which is traced while something else is."""
     with _below_the_trace(), torch.enable_grad(), _set_fwd_grad_enabled(True):
-        checks = trace_in_force.get().closure_checks
-        checks.append(None)  # what torch does to trace is not checked
+        trace = trace_in_force.get()
+        trace.closure_checks.append(None)  # what torch does to trace is not checked
+        around, trace.dual_level = trace.dual_level, forward_ad._current_level
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 examples = [spec.empty() for spec in inputs]
             return graph_of(function, examples)
         finally:
-            checks.pop()
+            trace.closure_checks.pop()
+            trace.dual_level = around
 
 
 def _without_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:

@@ -30,7 +30,7 @@ Tree = Any  # a pytree of tensors
 
 
 def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
-    """What the server has, at every client.
+    """Sends what the server has to every client.
 
     Args:
         value: server values, ``[...]`` each; numbers become tensors.
@@ -223,7 +223,7 @@ def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Plac
     return pytree.tree_unflatten(traced_call("map", leaves, made.key), structures[0])
 
 
-# What torch says of client functions under vmap.
+# Torch's messages about client functions under vmap.
 _WRITES = (
     "writes into what was broadcast, whose memory the clients share, such as the running statistics of a module: "
     "clone it first, and return new values"
@@ -297,7 +297,7 @@ def _expand(shared: torch.Tensor, clients: Placement) -> torch.Tensor:
 
 
 def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
-    """What all clients have, where `leaf` is as broadcast returned it, and nobody asks for its own gradient."""
+    """Returns what all clients have if `leaf` is as broadcast returned it, without hooks or a gradient of its own."""
     shared = getattr(leaf, _SHARED, None)
     if not isinstance(shared, _Shared) or shared.owner is not clients:
         return None
@@ -320,7 +320,7 @@ def without_writes(compute: Callable[[], Tree], leaves: Sequence[torch.Tensor], 
 
 
 def _is_expanded(leaf: torch.Tensor) -> bool:
-    """Whether all clients' values are in one place, such as those of a part of what was broadcast."""
+    """Returns True if all clients' values are in one place, such as those of a part of what was broadcast."""
     return leaf.layout is torch.strided and leaf.dim() > 0 and leaf.shape[0] > 1 and leaf.stride(0) == 0
 
 
@@ -351,7 +351,7 @@ def across(verb: str, value: Tree, clients: Placement) -> Tree:
 
 
 def _across(verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
-    """Of leaves with derivatives and of those without, each by themselves."""
+    """Applies the operator to leaves with derivatives and to those without, each by themselves."""
     results = list(leaves)
     for has_derivatives in (True, False):
         indices = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
@@ -416,7 +416,7 @@ def check_summable(value: Tree, verb: str) -> Tree:
 
 
 def check_weights(weights: Any, leaves: Sequence[torch.Tensor], verb: str) -> torch.Tensor:
-    """As floating numbers, which add up, for a mean of these leaves."""
+    """Returns them as floating numbers, which add up, for a mean of these leaves."""
     if weights is None:
         raise InvalidArgument(f"{verb} with weights None, expected a number for each client: reduce_mean takes none")
     weights = torch.as_tensor(weights)
@@ -426,7 +426,7 @@ def check_weights(weights: Any, leaves: Sequence[torch.Tensor], verb: str) -> to
 
 
 def as_weights(weights: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As wide as the widest leaf, and as float32 at least: their total is no less exact than the sums."""
+    """Returns them as wide as the widest leaf, and as float32 at least: their total is no less exact than the sums."""
     dtype = torch.promote_types(
         weights.dtype if weights.is_floating_point() else torch.get_default_dtype(), torch.float32
     )

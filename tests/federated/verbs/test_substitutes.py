@@ -202,13 +202,14 @@ def test_values_and_local_gradients(name):
 
 
 MODES = [(way, how) for way in WAYS if way != "value" for how in PROGRAMS if (way, how) != ("autograd twice", "traced")]
+RUN = [mode for mode in MODES if mode[1] != "traced"]
 FAST = {
-    "layer norm": MODES[::2],
-    "batch norm": MODES[1::3],
-    "instance norm": MODES[::5],
-    "prelu": MODES[:1],
-    "select_scatter": MODES[:1],
-    "index_fill": MODES[2:4],
+    "layer norm": [*RUN[::2], ("grad", "traced")],
+    "batch norm": [*RUN[1::3], ("jvp", "traced")],
+    "instance norm": RUN[::5],
+    "prelu": [("models", "two verbs")],
+    "select_scatter": [("grad", "two verbs")],
+    "index_fill": [("jvp", "node")],
 }
 
 
@@ -350,7 +351,7 @@ def test_attention_has_all_derivatives_by_torchs_switch():
         return federated.reduce_mean(federated.map_fn(loss, (federated.broadcast(rate), Y)))
 
     rate = torch.tensor(0.5, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="not implemented|not have|does not require"):
+    with pytest.raises(RuntimeError, match="not implemented|not support"):
         hessian(after_a_step)(rate)
     with sdpa_kernel(SDPBackend.MATH):
         slope = [sum(loss(rate + d, y) for y in Y) / CLIENTS for d in (-1e-5, 1e-5)]
