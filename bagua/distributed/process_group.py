@@ -11,10 +11,11 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -51,6 +52,19 @@ def _message(data: torch.Tensor) -> tuple[int, int, int]:
     return data.data_ptr(), data.nbytes, moved_dtype_code(data.dtype)
 
 
+_operation_check: ContextVar[Callable[[ProcessGroup], None] | None] = ContextVar("bagua_operation_check", default=None)
+
+
+@contextlib.contextmanager
+def operations_checked(check: Callable[[ProcessGroup], None]) -> Iterator[None]:
+    """Calls `check` with the group before each operation of any group inside; it raises where one is not allowed."""
+    token = _operation_check.set(check)
+    try:
+        yield
+    finally:
+        _operation_check.reset(token)
+
+
 class ProcessGroup:
     """Ranks that communicate.
 
@@ -63,10 +77,7 @@ class ProcessGroup:
         name: the same on all ranks.
         timeout: deadline of each operation.
         subgroups: the open ones that ``subgroup`` has made.
-        before_operation: called with the group before each operation of any group; raises where one is not allowed.
     """
-
-    before_operation: ClassVar[Callable[[ProcessGroup], None] | None] = None
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], global_rank: int, timeout: timedelta | float):
         self.name = name
@@ -162,8 +173,8 @@ class ProcessGroup:
         """
         if self.rank < 0:
             self._check_member()
-        if ProcessGroup.before_operation is not None:
-            ProcessGroup.before_operation(self)
+        if (is_allowed := _operation_check.get()) is not None:
+            is_allowed(self)
         if self._pid != os.getpid():
             raise InvalidArgument(
                 f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and not a rank; "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
-from bagua.federated.platform import Client, Platform
+from bagua.federated.programs.platform import Client, Platform
 
 _ACTION = "bagua"
 _RECORD = "bagua"  # of messages and of the context's state; its one array is _BYTES
@@ -102,7 +102,7 @@ class FlowerPlatform(Platform):
         return [_bytes(replies[node].content) for node in self.nodes]
 
     def _send(self, messages: list[Any]) -> list[Any]:
-        """The replies that came, until one of them is an error: nobody waits for the rest of a sum that is lost."""
+        """The replies that came, until one of them is an error: the rest of a sum that is lost is not waited for."""
         waiting = set(self._grid.push_messages(messages))
         replies: list[Any] = []
         deadline = time.monotonic() + self._timeout

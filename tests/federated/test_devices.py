@@ -15,8 +15,8 @@ import bagua
 import tests.emulated_device as emulated
 from bagua import federated
 from bagua.federated import Client, IsolatedClients, Simulation, metrics, optimizers, run_on
-from bagua.federated.aggregators import Aggregator, Clip, Mean, Median, Noise, Quantize, SecureSum, TrimmedMean
-from bagua.federated.privacy import PrivateMean
+from bagua.federated.library.aggregators import Aggregator, Clip, Mean, Median, Noise, Quantize, SecureSum, TrimmedMean
+from bagua.federated.library.privacy import PrivateMean
 from bagua.testing import world
 from tests import accelerator
 from tests.distributed.worlds import SAME_TEST, in_turns

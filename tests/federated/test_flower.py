@@ -9,8 +9,8 @@ from torch.func import grad, hessian
 from bagua import federated
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 from bagua.federated import flower
-from tests.federated.test_trace import weighted
-from tests.federated.test_verbs import X, Y, fax
+from tests.federated.programs.test_trace import weighted
+from tests.federated.verbs.test_verbs import X, Y, fax
 
 CODING = federated.FixedPoint(bits=48, fraction_bits=24)
 

@@ -138,6 +138,8 @@ ORDER = {
         "__init__": CORE,
     },
 }
+# The packages of bagua/federated from the ground up: each may import those before it, and flower.py, beside them, all.
+FEDERATED = ("verbs", "programs", "library")
 # Further allowed imports of single files.
 BESIDE = {"torch_backend.callback_thread": {"_C"}}
 # The allowed imports outside bagua, besides the standard library.
@@ -238,6 +240,23 @@ def test_python_imports():
                 assert package in ON_PUBLIC_NAMES, f"{path}:{line}: {package} must not import bagua as a whole"
             else:
                 assert may_import(importer, layer_of(rest)), f"{path}:{line}: {importer} must not import {name}"
+
+
+def federated_imports(package):
+    """(where, package of bagua/federated) of every import within it."""
+    for path in sorted((ROOT / "bagua/federated" / package).glob("*.py")):
+        for line, name in imports_of(path):
+            if name.startswith("bagua.federated."):
+                yield f"{path}:{line}", name.split(".")[2]
+
+
+def test_the_packages_of_federated_stand_on_one_another():
+    folders = {path.parent.name for path in (ROOT / "bagua/federated").glob("*/__init__.py")}
+    assert folders == set(FEDERATED)
+    assert {path.stem for path in (ROOT / "bagua/federated").glob("*.py")} == {"__init__", "flower"}
+    for index, package in enumerate(FEDERATED):
+        for where, imported in federated_imports(package):
+            assert imported in FEDERATED[: index + 1], f"{where}: {package} must not import {imported}"
 
 
 def test_the_tables_name_what_is_there():

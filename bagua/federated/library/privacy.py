@@ -1,0 +1,277 @@
+"""DP-FedAvg: a mean over clients that differs little whoever takes part, and what that guarantees.
+
+Each client's value is clipped to an L2 norm over its whole pytree, the sum gets Gaussian noise of that scale once, and
+an accountant says what epsilon and delta come of all rounds. The norm follows a quantile of the clients' norms, which
+is itself estimated with noise; the split of the noise between both keeps the guarantee that of `noise_multiplier`
+alone.
+Sources: McMahan et al., arXiv 1710.06963; Andrew et al., arXiv 1905.03871.
+
+The guarantee is of a client's whole data (not of an example), against whoever sees the models and not the updates: for
+protection from the server too, use ``SecureSum`` as the reduction, on a platform that masks. It holds as far as the
+seed is secret, and in exact arithmetic: the noise is drawn from an ordinary generator, in floating point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.library.aggregators import Robust, SecureSum, Step, Sum, add_noise, clip, first_round, only_of
+from bagua.federated.library.sampling import integer, seed_of
+from bagua.federated.verbs.operators import call
+from bagua.federated.verbs.placement import current
+from bagua.federated.verbs.verbs import beside, check_floating, check_placed
+
+Tree = Any  # a pytree of tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateMean:
+    """The mean of clipped values with Gaussian noise, called as an ``Aggregator``, without weights.
+
+    Args:
+        noise_multiplier: deviation of the noise of the sum in units of the clipping norm, at least 0; what the
+            accountant is given.
+        clip: the norm, or the one of the first round, above 0.
+        quantile: 0 to 1: the share of clients whose norms are to be below the clipping norm, which follows it; None: it
+            stays as it is.
+        learning_rate: of the norm's logarithm, for each round, by the difference of the shares.
+        count_stddev: deviation of the noise of the number of clients below the norm; by default a 20th of the clients.
+        seed: decides all noise, with the round: keep it secret, and give every PrivateMean and every training one of
+            its own, for the difference of two results with the same noise has none. The graph of a traced program
+            holds it; run_on sends clients none of it.
+        reduction: ``Sum()`` or ``SecureSum(...)``. What the rounding to fixed point may add to a client's norm, the
+            noise is scaled up by: half a step times the root of the number of coordinates. Let its bits be those of the
+            platform, if the program runs on one.
+
+    State: {"round": its number, int64 ``[]``, "clip": the norm, ``[]``}.
+
+    Raises:
+        InvalidArgument: a number out of range; a noise for the number of clients that is too small for the multiplier;
+            a robust reduction; a quantile with fixed point without a bit behind the point.
+
+    Example:
+        >>> import torch
+        >>> from bagua import federated
+        >>> private_mean = PrivateMean(noise_multiplier=0.0, clip=5.0, seed=1)
+        >>> program = federated.program(private_mean, clients=2)
+        >>> program(torch.tensor([[3.0, 4.0], [30.0, 40.0]]), private_mean.init(torch.zeros(2)))[0]
+        tensor([3., 4.])
+    """
+
+    noise_multiplier: float
+    clip: float
+    quantile: float | None = None
+    learning_rate: float = 0.2
+    count_stddev: float | None = None
+    seed: int
+    reduction: Step = dataclasses.field(default_factory=Sum)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise InvalidArgument(f"noise_multiplier={self.noise_multiplier!r}, expected a number of at least 0")
+        if not 0 < self.clip < math.inf:
+            raise InvalidArgument(f"clip={self.clip!r}, expected a norm above 0")
+        if self.quantile is not None and not 0 <= self.quantile <= 1:
+            raise InvalidArgument(f"quantile={self.quantile!r}, expected None or a share, from 0 to 1")
+        if not 0 <= self.learning_rate < math.inf:
+            raise InvalidArgument(f"learning_rate={self.learning_rate!r}, expected a finite number of at least 0")
+        if self.count_stddev is not None and not 0 <= self.count_stddev < math.inf:
+            raise InvalidArgument(f"count_stddev={self.count_stddev!r}, expected None or a finite number of at least 0")
+        if isinstance(self.reduction, Robust) or not isinstance(self.reduction, Step):
+            raise InvalidArgument(f"reduction={self.reduction!r}, expected Sum() or SecureSum(...)")
+        if self.quantile is not None and isinstance(self.reduction, SecureSum) and self.reduction.fraction_bits < 1:
+            raise InvalidArgument(
+                f"reduction={self.reduction!r} with quantile={self.quantile!r}, expected fraction_bits of at least 1: "
+                "clients count halves"
+            )
+
+    def init(self, like: Tree) -> dict[str, Any]:
+        """The state before the first round."""
+        leaf = next(iter(pytree.tree_leaves(like)), None)
+        device = leaf.device if isinstance(leaf, torch.Tensor) else None
+        return {"round": first_round(), "clip": torch.tensor(float(self.clip), device=device)}
+
+    def stddevs(self, clients: int) -> tuple[float, float]:
+        """Deviations of the noise of the sum, in units of the norm, and of that of the number of clients below it.
+
+        With z_b = 2 * count_stddev the two together reveal as much as noise of ``noise_multiplier`` alone: z^-2 of the
+        sum is noise_multiplier^-2 - z_b^-2.
+        """
+        if self.quantile is None or self.noise_multiplier == 0:
+            return self.noise_multiplier, self.count_stddev or 0.0
+        count_stddev = clients / 20 if self.count_stddev is None else self.count_stddev
+        if not 2 * count_stddev > self.noise_multiplier:
+            raise InvalidArgument(
+                f"count_stddev={count_stddev} reveals more than noise_multiplier={self.noise_multiplier} allows in "
+                "all; expected more than half of that: give count_stddev, or take more clients"
+            )
+        return (self.noise_multiplier**-2 - (2 * count_stddev) ** -2) ** -0.5, count_stddev
+
+    def __call__(
+        self,
+        value: Tree,
+        state: dict[str, Any],
+        *,
+        mask: torch.Tensor | None = None,
+        placement: str | None = None,
+    ) -> tuple[Tree, dict[str, Any]]:
+        """The mean with noise, and the state after the round; one collective for each dtype.
+
+        Args:
+            value: placed values, ``[num_local, ...]`` each, floating: the changes of the clients' models. A client's
+                count as zeros, with a norm above the bound, where one of them is NaN or infinite.
+            state: of ``init`` or of the round before.
+            mask: ``[num_local]`` of bools: who takes part, which must not depend on what the clients have.
+            placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+        Returns:
+            ``[...]`` of the same structure and dtypes, equal on all ranks.
+
+        Raises:
+            InvalidArgument: as an ``Aggregator``.
+        """
+        clients = current(placement, "PrivateMean")
+        value = check_floating(check_placed(value, clients, "PrivateMean"), "PrivateMean")
+        if mask is None:
+            mask = torch.ones(clients.num_local, dtype=torch.bool)
+        mask = torch.as_tensor(mask)
+        if mask.dtype is not torch.bool or tuple(mask.shape) != (clients.num_local,):
+            raise InvalidArgument(
+                f"mask of {mask.dtype} and shape {list(mask.shape)}, expected bools [{clients.num_local}]"
+            )
+        stddev, count_stddev = self.stddevs(clients.size)
+        mask, norm, round = beside(value, mask), beside(value, state["clip"]), state["round"]
+        # In float32 at least: rounding to fewer bits would move a clipped norm, and make the noise coarse.
+        dtypes = [leaf.dtype for leaf in pytree.tree_leaves(value)]
+        value = pytree.tree_map(lambda leaf: leaf.to(torch.promote_types(leaf.dtype, torch.float32)), value)
+        clipped, is_within = clip(only_of(mask, value), norm, clients, is_bounded=True)
+        # Moved by a half, the most that a client can add or take away is a half too.
+        is_below = only_of(mask, is_within.to(norm.dtype) - 0.5)
+        counted = mask.to(norm.dtype)
+        total, below, number = self.reduction.reduce((clipped, is_below, counted), mask, clients)
+        (number,) = call("check_total", [number], clients.key)
+        noisy, structure = pytree.tree_flatten(
+            add_noise(total, stddev * (norm.detach() + self._rounding(total)), self.seed, round)
+        )
+        means = [(leaf / number.to(leaf.dtype)).to(dtype) for leaf, dtype in zip(noisy, dtypes, strict=True)]
+        if self.quantile is not None:
+            share = add_noise(below, count_stddev, seed_of(self.seed, "quantile"), round) / number + 0.5
+            norm = norm * torch.exp(-self.learning_rate * (share - self.quantile))
+            numbers = torch.finfo(norm.dtype)
+            norm = norm.clamp(numbers.tiny, numbers.max)  # however many rounds all clients are on one side
+        return pytree.tree_unflatten(means, structure), {"round": round + 1, "clip": norm}
+
+    def _rounding(self, total: Tree) -> float:
+        """A bound on how far fixed point may move the norm of one client's values."""
+        if not isinstance(self.reduction, SecureSum):
+            return 0.0
+        numel = sum(leaf.numel() for leaf in pytree.tree_leaves(total))
+        return math.ldexp(math.sqrt(numel), -self.reduction.fraction_bits - 1)
+
+
+# ---- the accountant
+
+
+def epsilon(*, noise_multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+    """The epsilon of (epsilon, delta) differential privacy of all rounds together, by dp-accounting's Renyi accountant.
+
+    Neighbours are populations in which one client's data are replaced by others; in each round a cohort is drawn
+    without replacement (``sampling.cohort``) and averaged by a ``PrivateMean``, adaptive or not. Replacing a client
+    moves the sum by up to twice the norm, which is counted here.
+
+    Args:
+        noise_multiplier: of the PrivateMean; 0 gives inf.
+        rounds: how many, at least 1.
+        cohort: clients of a round, of a program; those that drop out of it included.
+        population: clients to draw from.
+        delta: 0 to 1, both excluded; below 1 / population.
+
+    Raises:
+        InvalidArgument: a number out of range, or dp-accounting is not installed.
+
+    Example:
+        >>> epsilon(noise_multiplier=1.0, rounds=100, cohort=100, population=100_000, delta=1e-6)  # doctest: +SKIP
+        5.638042995574478
+    """
+    _check_accounting(rounds, cohort, population, delta)
+    if not 0 <= noise_multiplier < math.inf:
+        raise InvalidArgument(f"noise_multiplier={noise_multiplier!r}, expected a finite number of at least 0")
+    return _Accounting().epsilon(noise_multiplier, rounds, cohort, population, delta)
+
+
+def noise_multiplier(*, epsilon: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+    """The smallest noise multiplier, to 1e-4 or a millionth of it above, whose ``epsilon`` is at most the given one."""
+    _check_accounting(rounds, cohort, population, delta)
+    if not 0 < epsilon < math.inf:
+        raise InvalidArgument(f"epsilon={epsilon!r}, expected a finite number above 0")
+    accounting = _Accounting()
+    low, high = 0.0, 1.0
+    while accounting.epsilon(high, rounds, cohort, population, delta) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e12:
+            raise InvalidArgument(f"epsilon={epsilon!r} is out of reach of {rounds} rounds: expected a larger one")
+    while high - low > max(1e-4, 1e-6 * high):
+        middle = (low + high) / 2
+        if accounting.epsilon(middle, rounds, cohort, population, delta) > epsilon:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+class _Accounting:
+    """dp-accounting, imported when it is needed."""
+
+    def __init__(self) -> None:
+        try:
+            import dp_accounting
+            from dp_accounting import rdp
+        except ImportError as error:
+            raise InvalidArgument(
+                f"the accountant needs dp-accounting, which cannot be imported ({error}); pip install bagua[federated]"
+            ) from error
+        self.library = dp_accounting
+        relations = dp_accounting.NeighboringRelation
+        self.new = lambda: rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
+        # The orders go far beyond the library's own, which end at an epsilon of log(1 / delta) / 1000 or so.
+        orders = [1 + 2 ** (exponent / 8) for exponent in range(-64, 241)]
+        self._unsampled = lambda: rdp.RdpAccountant(orders, neighboring_relation=relations.REPLACE_ONE)
+        of_added = rdp.RdpAccountant(neighboring_relation=relations.ADD_OR_REMOVE_ONE)
+        # Replacing a client moves the sum twice as far as adding one, which dp-accounting 0.6 does not count.
+        one = dp_accounting.GaussianDpEvent(1.0)
+        counts_twice = self.new().compose(one).get_epsilon(1e-5) > of_added.compose(one).get_epsilon(1e-5)
+        self._scale = 1.0 if counts_twice else 0.5
+
+    def epsilon(self, multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+        """The epsilon of all rounds: of sampled cohorts, or of cohorts that an attacker knows where that is less.
+
+        The library's bound for sampling without replacement loses its digits in cancellation where the noise is large:
+        it stays at a third or so, however large, and raises from there on. The bound without sampling holds as well.
+        """
+        if multiplier == 0:
+            return math.inf
+        gaussian = self.library.GaussianDpEvent(self._scale * multiplier)
+        sampled = self.library.SampledWithoutReplacementDpEvent(population, cohort, gaussian)
+        found = []
+        for make, event in ((self._unsampled, gaussian), (self.new, sampled)):
+            with contextlib.suppress(ValueError, OverflowError):
+                found.append(float(make().compose(event, rounds).get_epsilon(delta)))
+        return min((one for one in found if not math.isnan(one)), default=math.inf)
+
+
+def _check_accounting(rounds: int, cohort: int, population: int, delta: float) -> None:
+    for name, number in (("rounds", rounds), ("cohort", cohort), ("population", population)):
+        integer(name, number)
+    if rounds < 1:
+        raise InvalidArgument(f"rounds={rounds!r}, expected at least 1")
+    if not 1 <= cohort <= population:
+        raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
+    if not 0 < delta < 1:
+        raise InvalidArgument(f"delta={delta!r}, expected a number from 0 to 1, both excluded")

@@ -1,0 +1,1 @@
+"""Federated programs as data: traces, graphs, and the platforms that run them."""

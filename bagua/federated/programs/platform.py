@@ -1,0 +1,366 @@
+"""Programs where clients are somewhere else: what a platform must offer, and both sides of what is sent.
+
+    graph = federated.trace(torch.func.grad(loss), x, y)
+    platform = federated.IsolatedClients([federated.Client(y=row) for row in rows])
+    gradient = federated.run_on(platform, graph, x=x)
+
+The server runs the graph's rounds (rounds.py). It sends every client the same request and gets a reply from each: first
+the graph, for public keys, then for every round the values that are broadcast, for the clients' masked parts of the
+reductions. Clients keep their values from round to round. All of what is sent are bytes from which nothing is run.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.programs import secure_sum
+from bagua.federated.programs.fixed_point import FixedPoint
+from bagua.federated.programs.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name, operator_of
+from bagua.federated.programs.graph_files import from_bytes, to_bytes
+from bagua.federated.programs.rounds import Turn, client_side, rounds_of
+from bagua.federated.verbs.reduction import widened
+from bagua.federated.verbs.traced import is_drawn
+
+Tree = Any  # a pytree of tensors
+
+
+class Platform(ABC):
+    """A carrier of bytes between a server and its clients. Implement it for yours.
+
+    At a client, ``federated.Client(...).answer(request)`` is the reply; the client must be the same object, or one
+    restored from ``state``, for all requests of a run.
+    """
+
+    @property
+    @abstractmethod
+    def num_clients(self) -> int:
+        """The number of clients that answer."""
+
+    @abstractmethod
+    def exchange(self, request: bytes) -> Sequence[bytes]:
+        """Gives the request to all clients.
+
+        Returns:
+            Their replies, one of each, in any order.
+
+        Raises:
+            Exception: a client did not reply; the run ends with it, since no sum can be had without all.
+        """
+
+
+class IsolatedClients(Platform):
+    """Clients in this process, each of which gets bytes only and sees its own data only.
+
+    Args:
+        clients: of the run.
+    """
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients = list(clients)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.clients)
+
+    def exchange(self, request: bytes) -> list[bytes]:
+        return [client.answer(request) for client in self.clients]
+
+
+def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = None, **values: Tree) -> Tree:
+    """Returns what the traced function returns, computed by a server and the platform's clients.
+
+    Sums are of fixed point numbers with masks: they differ from those of the program by ``coding.tolerance(n)`` at
+    most, which means are divided by n of.
+
+    Args:
+        platform: that carries what is sent; as many clients as the graph is over.
+        graph: over one placement, of ``federated.trace``.
+        coding: of the sums; None: FixedPoint(), of 62 bits with 32 behind the point.
+        values: the server's, by the names of the traced function's arguments.
+
+    Raises:
+        InvalidArgument: values that are missing, or of other shapes, another number of clients than the graph's, fewer
+            than two, replies that are not one of each client, a value that is out of the range of `coding`, or total
+            weights of 0.
+    """
+    coding = coding or FixedPoint()
+    rounds, last = rounds_of(graph)
+    ((_, size),) = graph.placements.items()
+    if platform.num_clients != size:
+        raise InvalidArgument(f"{graph.name} is over {size} clients, but the platform has {platform.num_clients}")
+    _refuse_same_numbers(graph)
+    if size < 2:
+        raise InvalidArgument(f"{graph.name} is over 1 client: its sums would be that client's values, refused")
+    known = _bind(graph, [value for value in graph.inputs if value.placement == SERVER], values, "the server")
+    device = _device_of(known)
+    session = secrets.token_bytes(16)
+    clients_graph, turns = client_side(graph, rounds)
+    opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
+    opening["coding"] = (coding.bits, coding.fraction_bits)
+    keys = _replies(platform, opening, "key", size) if rounds else []  # no client is asked what the server knows
+    for number, this in enumerate(rounds):
+        for node in this.at_server:
+            known.update(zip(node.results, _at_server(graph, node, known), strict=True))
+        sent = [known[value] for value in this.sent_down]
+        request = {"what": "round", "session": session, "number": number, "values": sent}
+        masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
+        likes = [_like(value, node.verb) for node in this.up for value in node.args]
+        sums = secure_sum.add_up(coding, masked, likes)
+        sums = [total.to(device) for total in sums]
+        for node in this.up:
+            for result in node.results:
+                total = sums.pop(0)
+                known[result] = (total / size).to(result.dtype) if node.verb == "reduce_mean" else total
+    for node in last:
+        known.update(zip(node.results, _at_server(graph, node, known), strict=True))
+    leaves = [known[output] if isinstance(output, Value) else output for output in graph.outputs]
+    return pytree.tree_unflatten(leaves, graph.structures[1])
+
+
+def _refuse_same_numbers(graph: Graph) -> None:
+    """Refuses maps whose clients are to draw the same random numbers: each draws its own where it is."""
+    for node in graph.nodes:
+        if node.verb == MAP and node.randomness == "same" and _draws(graph.functions[node.target]):
+            raise InvalidArgument(
+                f'the client function {node.target} draws random numbers, the "same" at all clients, which are not in '
+                "one process: draw them at the server and federated.broadcast them"
+            )
+
+
+def _draws(function: Graph) -> bool:
+    operators = [node for node in function.nodes if not node.verb and node.target not in function.constants]
+    return any(is_drawn(replace(node, target=operator_of(node.target))) for node in operators) or any(
+        map(_draws, function.functions.values())
+    )
+
+
+# The keys of requests.
+_CONTENT = {"open": {"graph", "turns", "session", "coding"}, "round": {"number", "session", "values"}}
+
+
+def _device_of(known: dict[Value, torch.Tensor]) -> torch.device:
+    """The device on which a side computes: that of its own values. What it sends is on the CPU."""
+    return next((tensor.device for tensor in known.values()), torch.device("cpu"))
+
+
+def _like(value: Value, verb: str) -> torch.Tensor:
+    like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return widened(like) if verb == "reduce_mean" else like
+
+
+def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -> list:
+    """Returns what each client replies under that key.
+
+    Raises:
+        InvalidArgument: it is not one reply of each client.
+    """
+    replies = [_read(reply) for reply in platform.exchange(_write(request)) or ()]
+    if len(replies) != size or any(key not in reply for reply in replies):
+        raise InvalidArgument(
+            f"{len(replies)} replies, of which {sum(key in reply for reply in replies)} have a {key}: expected one of "
+            f"each of {size} clients, since no sum can be had without all"
+        )
+    if key == "key":
+        odd = next((i for i, one in enumerate(replies) if not isinstance(one[key], bytes) or len(one[key]) != 32), None)
+        if odd is not None:
+            raise InvalidArgument(f"reply {odd} has the key {replies[odd][key]!r}, expected 32 bytes")
+    if key == "masked":
+        found = [reply.get("index", -1) for reply in replies]
+        if sorted(map(str, found)) != sorted(map(str, range(size))):
+            raise InvalidArgument(f"replies of the clients {found}, expected one of each of {size}")
+    return [reply[key] for reply in replies]
+
+
+def _at_server(graph: Graph, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
+    if node.target == CHECK_TOTAL:
+        if any(bool((known[value] == 0).any()) for value in node.args):
+            raise InvalidArgument("the weights of the clients that take part add up to 0, so there is no mean")
+        return [known[value] for value in node.args]
+    return graph.compute_operator(node, known, lambda name: 1)
+
+
+class Client:
+    """One client of a run.
+
+    Args:
+        data: its own values, by the names of the traced function's arguments, without the clients' axis.
+    """
+
+    def __init__(self, /, **data: Tree) -> None:
+        self._data = data
+        self._graph: Graph | None = None
+
+    def state(self) -> bytes:
+        """Returns what ``restore`` needs to answer the next request of a run, without the data.
+
+        It has the client's secret key and values: it must not leave the client. After the last round it is of no run.
+        A client is restored from its newest state only, for one that answers a round twice uses its masks twice.
+        """
+        if self._graph is None or self._next == len(self._turns):
+            return _write({"run": None})
+        done = sum(turn.nodes for turn in self._turns[: self._next])
+        sent = sum(turn.outputs for turn in self._turns[: self._next])
+        needed = {value for node in self._graph.nodes[done:] for value in node.inputs} | set(self._graph.outputs[sent:])
+        needed -= set(self._own_values())
+        run = {
+            "graph": self._graph_bytes,
+            "turns": list(map(tuple, self._turns)),
+            "session": self._session,
+            "next": self._next,
+            "coding": (self._sum.coding.bits, self._sum.coding.fraction_bits),
+            "sum": self._sum.state(),
+            # Cloned, since torch.save writes all of the memory that a view is of.
+            "known": {
+                number: self._known[value].clone()
+                for value, number in self._graph.numbers().items()
+                if value in needed and value in self._known
+            },
+        }
+        return _write({"run": run})
+
+    @classmethod
+    def restore(cls, state: bytes, /, **data: Tree) -> Client:
+        """The client of which this is the state.
+
+        Args:
+            state: of ``state()``, kept where no other reads it.
+            data: the client's own values, as before.
+        """
+        client = cls(**data)
+        run = _read(state)["run"]
+        if run is not None:
+            client._begin(run)
+            client._next = run["next"]
+            client._sum = secure_sum.SecureSum.restore(FixedPoint(*run["coding"]), run["sum"])
+            values = list(client._graph.numbers())
+            known = {values[number]: tensor.to(client._device) for number, tensor in run["known"].items()}
+            client._known.update(known)
+        return client
+
+    def answer(self, request: bytes) -> bytes:
+        """The reply to a request of run_on.
+
+        Raises:
+            InvalidArgument: it comes out of turn, the graph needs data that this client does not have, there are fewer
+                than two clients, a value is out of the range of a sum, or the graph cannot be computed on the data.
+                Platforms may tell the server what an error says, so it has no value; what raised it is its cause.
+        """
+        message = _read(request)
+        if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
+            raise InvalidArgument(f"a message with {', '.join(map(str, message)) or 'nothing'}: none that run_on sends")
+        if message["what"] == "open":
+            return _write({"key": self._open(message)})
+        masked = self._round(message)
+        return _write({"masked": masked, "index": self._sum.index})
+
+    def _open(self, message: dict[str, Any]) -> bytes:
+        self._begin(message)
+        self._sum = secure_sum.SecureSum(FixedPoint(*message["coding"]))
+        return self._sum.public_key
+
+    def _begin(self, run: dict[str, Any]) -> None:
+        graph, turns = from_bytes(run["graph"]), [Turn(*numbers) for numbers in run["turns"]]
+        ((_, size),) = graph.placements.items()
+        totals = tuple(map(sum, zip(*turns, strict=True)))
+        num_sent = sum(value.placement == SERVER for value in graph.inputs)
+        if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
+            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} does not have")
+        self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
+        self._session, self._next = run["session"], 0
+        self._known: dict[Value, torch.Tensor] = dict(self._own_values())
+        self._device = _device_of(self._known)
+
+    def _own_values(self) -> dict[Value, torch.Tensor]:
+        ((where, _),) = self._graph.placements.items()
+        placed = [value for value in self._graph.inputs if value.placement == where]
+        return {value: leaf[None] for value, leaf in _bind(self._graph, placed, self._data, "a client").items()}
+
+    def _round(self, message: dict[str, Any]) -> torch.Tensor:
+        graph, number = self._graph, message["number"]
+        if graph is None or message["session"] != self._session or number != self._next or number >= len(self._turns):
+            raise InvalidArgument(
+                f"round {number} out of turn: a client answers each round of a run once, in their order"
+            )
+        self._next += 1
+        if number == 0:
+            keys = message.get("keys", [])
+            if len(keys) != self._num_clients:
+                raise InvalidArgument(f"{len(keys)} clients take part in a program over {self._num_clients}")
+            self._sum.agree_on_seeds(keys, self._session)
+        begin = Turn(*map(sum, zip(*self._turns[:number], strict=True))) if number else Turn(0, 0, 0)
+        turn = self._turns[number]
+        sent = [value for value in graph.inputs if value.placement == SERVER][begin.inputs :][: turn.inputs]
+        if len(message["values"]) != len(sent):
+            raise InvalidArgument(f"round {number} with {len(message['values'])} values, expected {len(sent)}")
+        self._known.update(zip(sent, (value.to(self._device) for value in message["values"]), strict=True))
+        for node in graph.nodes[begin.nodes :][: turn.nodes]:
+            self._known.update(zip(node.results, self._compute(graph, node), strict=True))
+        # A client sends parts of sums, masked.
+        parts = [self._known[value][0] for value in graph.outputs[begin.outputs :][: turn.outputs]]
+        return self._sum.mask(parts, number)
+
+    def _compute(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
+        try:
+            return self._results(graph, node)
+        except Exception as error:  # torch's may say values, such as a label that is none of the classes
+            raise InvalidArgument(
+                f"{node.title} of {graph.name} raised {type(error).__name__} on a client's data, this error's cause"
+            ) from error
+
+    def _results(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
+        """Computes a node at one client, whose axis has one element."""
+        if node.verb == MAP:
+            function = graph.functions[node.target].as_client_function()
+            return [result[None] for result in function(*(self._known[value][0] for value in node.args))]
+        if node.verb:
+            return [self._known[value][None] for value in node.args]
+        return graph.compute_operator(node, self._known, lambda name: 1)
+
+
+def _bind(graph: Graph, inputs: Sequence[Value], given: dict[str, Tree], whose: str) -> dict[Value, torch.Tensor]:
+    """The inputs' tensors, which are found by name."""
+    leaves: dict[str, Any] = {}
+    bound: dict[Value, torch.Tensor] = {}
+    for name, tree in given.items():
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            leaves[leaf_name(name, path)] = leaf
+    for value in inputs:
+        leaf = leaves.pop(value.name, None)
+        if not isinstance(leaf, torch.Tensor) or tuple(leaf.shape) != value.shape or leaf.dtype != value.dtype:
+            got = "None" if leaf is None else type(leaf).__name__
+            if isinstance(leaf, torch.Tensor):
+                got = f"{leaf.dtype} of shape {list(leaf.shape)}"
+            raise InvalidArgument(f"{graph.name} needs of {whose} {value.name}: {value}, but got {got}")
+        bound[value] = leaf
+    if leaves:
+        known = ", ".join(value.name for value in inputs) or "nothing"
+        raise InvalidArgument(f"{graph.name} takes no {next(iter(leaves))} of {whose}, only {known}")
+    return bound
+
+
+def _write(message: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    message = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, message)
+    torch.save(message, file)
+    return file.getvalue()
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    if not isinstance(data, bytes):
+        raise InvalidArgument(f"a message that is a {type(data).__name__}, expected bytes, as Client.answer returns")
+    try:
+        message = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # torch raises what its parsers do
+        raise InvalidArgument(f"{len(data)} bytes that are no message of run_on: {error}") from None
+    if not isinstance(message, dict):
+        raise InvalidArgument(f"a message of {type(message).__name__}, expected what run_on sends")
+    return message

@@ -1,0 +1,158 @@
+"""The messages of a graph: its rounds, each down to the clients and up again, and their bytes.
+
+Nodes are as early as what they need allows: what clients compute for a reduction needs the reductions before it only
+through what is broadcast. All reductions of a round travel together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from bagua.errors import InvalidArgument
+from bagua.federated.programs.graph import BROADCAST, EVERYWHERE, REDUCTIONS, SERVER, Graph, Node, Value
+
+
+@dataclass
+class Round:
+    """One exchange.
+
+    Attributes:
+        at_server: nodes that the server computes before it.
+        down: the broadcasts, each of values that clients cannot make themselves.
+        at_clients: nodes that every client computes then, constants too.
+        up: the reductions.
+        sent_down: what travels down: without constants, and every value once in all rounds, since clients keep it.
+    """
+
+    at_server: list[Node] = field(default_factory=list)
+    down: list[Node] = field(default_factory=list)
+    at_clients: list[Node] = field(default_factory=list)
+    up: list[Node] = field(default_factory=list)
+    sent_down: list[Value] = field(default_factory=list)
+
+    @property
+    def bytes_down(self) -> int:
+        """To each client."""
+        return sum(value.nbytes for value in self.sent_down)
+
+    @property
+    def bytes_up(self) -> int:
+        """From each client, in the values' own dtypes; masked sums are of integers, see secure_sum.py."""
+        return sum(value.nbytes for node in self.up for value in node.args)
+
+
+def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
+    """The rounds, and what the server computes after the last.
+
+    Raises:
+        InvalidArgument: the graph is not over one placement, or returns what clients have.
+    """
+    if len(graph.placements) != 1:
+        raise InvalidArgument(
+            f"{graph.name} is over {', '.join(graph.placements) or 'no clients'}, expected one placement: trace the "
+            "part that is over one"
+        )
+    (where,) = graph.placements
+    for output in graph.outputs:
+        if isinstance(output, Value) and output.placement == where:
+            raise InvalidArgument(
+                f"{graph.name} returns {output.name}: {output}, which stays at the {where}: reduce it, or drop it"
+            )
+    stage: dict[Value, int] = dict.fromkeys(graph.inputs, 0)
+    rounds: list[Round] = []
+    for node in graph.nodes:
+        at = max((stage[value] for value in node.inputs), default=0)
+        while len(rounds) <= at:
+            rounds.append(Round())
+        this = rounds[at]
+        if node.verb in REDUCTIONS:
+            this.up.append(node)
+        elif node.verb == BROADCAST:
+            this.down.append(node)
+        elif node.results_placement in (SERVER, EVERYWHERE):
+            this.at_server.append(node)
+        if node.verb not in REDUCTIONS and node.results_placement != SERVER:
+            this.at_clients.append(node)
+        stage.update((result, at + (node.verb in REDUCTIONS)) for result in node.results)
+    last: list[Node] = []
+    while rounds and not rounds[-1].up:
+        last = [*rounds.pop().at_server, *last]
+    kept: set[Value] = set()
+    for this in rounds:
+        needed = dict.fromkeys(value for node in this.down for value in node.args if value.placement == SERVER)
+        this.sent_down = [value for value in needed if value not in kept]
+        kept.update(needed)
+    return rounds, last
+
+
+class Turn(NamedTuple):
+    """Counts how many inputs a client gets in a round, how many nodes it computes, and how many outputs it gives."""
+
+    inputs: int
+    nodes: int
+    outputs: int
+
+
+def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn]]:
+    """Returns what a client computes, without anything that is the server's own.
+
+    Returns:
+        A graph whose inputs are the clients' own, then what they are sent round by round; whose nodes, and whose
+        outputs, which are parts of reductions, come round by round too. And how many of each a round has.
+    """
+    placed = [value for value in graph.inputs if value.placement in graph.placements]
+    inputs, nodes, outputs, turns = placed, [], [], []
+    needed = {value for this in rounds for node in this.up for value in node.args}
+    for node in reversed([node for this in rounds for node in this.at_clients]):
+        if needed.intersection(node.results):
+            needed.update(node.inputs)
+    for this in rounds:
+        sent = this.sent_down
+        own = [node for node in this.at_clients if needed.intersection(node.results)]
+        parts = [value for node in this.up for value in node.args]
+        turns.append(Turn(len(sent), len(own), len(parts)))
+        inputs, nodes, outputs = [*inputs, *sent], [*nodes, *own], [*outputs, *parts]
+    targets = {node.target for node in nodes}
+    return replace(
+        graph,
+        inputs=inputs,
+        nodes=nodes,
+        outputs=outputs,
+        structures=None,
+        constants={name: tensor for name, tensor in graph.constants.items() if name in targets},
+        functions={name: function for name, function in graph.functions.items() if name in targets},
+        programs={},
+    ), turns
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Returns what a graph sends, to and from each client.
+
+    Attributes:
+        rounds: exchanges one after the other.
+        bytes_down, bytes_up: of each round.
+    """
+
+    bytes_down: tuple[int, ...]
+    bytes_up: tuple[int, ...]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.bytes_up)
+
+    def __str__(self) -> str:
+        down, up = sum(self.bytes_down), sum(self.bytes_up)
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        lines = [f"{rounds}, {down} bytes down and {up} bytes up per client"]
+        for number, (one_down, one_up) in enumerate(zip(self.bytes_down, self.bytes_up, strict=True)):
+            lines.append(f"    round {number}: {one_down} down, {one_up} up")
+        return "\n".join(lines)
+
+
+def cost_of(graph: Graph) -> Cost:
+    """Rounds and bytes of a graph."""
+    rounds, _ = rounds_of(graph)
+    return Cost(tuple(one.bytes_down for one in rounds), tuple(one.bytes_up for one in rounds))

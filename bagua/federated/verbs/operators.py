@@ -1,0 +1,117 @@
+"""The part of the verbs that crosses ranks, with its derivatives and its rule under vmap: what makes programs closed.
+
+A verb is a part that torch differentiates by itself (an expansion over this rank's clients, a sum over them) and one of
+these operators over all tensors of a pytree, which are elementwise in this rank's view:
+
+    operator      computes                     of a tangent     of a cotangent
+    broadcast     the values themselves        broadcast        reduce_sum
+    reduce_sum    their sums over ranks        reduce_sum       broadcast
+    reduce_mean   those, by all clients        reduce_mean      broadcast(cotangent / clients)
+
+So the cotangents of what the clients share add up first on each rank, then over the ranks.
+
+linear.py makes each of them of one rule. An operator is given the names of its values, which the ranks compare.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bagua.errors import InvalidArgument
+from bagua.federated.verbs.linear import Linear, define
+from bagua.federated.verbs.placement import placement_of
+from bagua.federated.verbs.reduction import sum_over_ranks
+
+NAMESPACE = "bagua_federated"
+Tensors = list[torch.Tensor]
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_recorded: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("bagua_verbs", default=None)
+
+
+@contextmanager
+def record() -> Iterator[list[str]]:
+    """The names of the verbs that run inside, in their order, those of derivatives too.
+
+    Example:
+        >>> from bagua import federated
+        >>> @federated.program(clients=3)
+        ... def loss(x, y):
+        ...     return federated.reduce_mean(federated.broadcast(x) * y)
+        >>> with federated.record() as verbs:
+        ...     gradient = torch.func.grad(loss)(torch.tensor(1.0), torch.ones(3))
+        >>> verbs
+        ['broadcast', 'reduce_mean', 'broadcast', 'reduce_sum']
+    """
+    verbs: list[str] = []
+    token = _recorded.set(verbs)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):  # or a device's backward would not see the list
+            yield verbs
+    finally:
+        _recorded.reset(token)
+
+
+# ---- what they compute, and what their cotangents become
+
+
+def _recording(name: str, compute: Callable) -> Callable:
+    def kernel(values: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+        verbs = _recorded.get()
+        if verbs is not None:
+            verbs.append(name)
+        return compute(values, names, key)
+
+    return kernel
+
+
+def _reduce_mean(values: Tensors, names: list[str], key: str) -> Tensors:
+    placement = placement_of(key)
+    return [total.div_(placement.size) for total in sum_over_ranks(placement, values, names, "reduce_mean")]
+
+
+def _cotangents_of_mean(cotangents: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+    size = placement_of(key).size
+    return _OPERATORS["broadcast"]([cotangent / size for cotangent in cotangents], names, key, options)
+
+
+def _check_total(values: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+    placement = placement_of(key)
+    if any(bool((value == 0).any()) for value in values):
+        raise InvalidArgument(
+            f"the weights of the {placement.size} {placement.name} that take part add up to 0, so there is no mean: "
+            "give one at least a weight, or skip the round"
+        )
+    return [value.clone() for value in values]
+
+
+def _same(values: Tensors, *_: Any) -> Tensors:
+    return values
+
+
+_RULES = {
+    "broadcast": Linear(
+        _recording("broadcast", lambda values, names, key: [value.clone() for value in values]),
+        lambda *cotangents: _OPERATORS["reduce_sum"](*cotangents),
+    ),
+    "reduce_sum": Linear(
+        _recording(
+            "reduce_sum", lambda values, names, key: sum_over_ranks(placement_of(key), values, names, "reduce_sum")
+        ),
+        lambda *cotangents: _OPERATORS["broadcast"](*cotangents),
+    ),
+    "reduce_mean": Linear(_recording("reduce_mean", _reduce_mean), _cotangents_of_mean),
+    # No verb: what a weighted mean divides by, equal on all ranks.
+    "check_total": Linear(_check_total, _same, tangent=_same),
+}
+_OPERATORS = {name: define(_library, name, rule) for name, rule in _RULES.items()}
+
+
+def call(name: str, values: Tensors, key: str, names: Sequence[str] = ()) -> Tensors:
+    """The operator on all tensors at once, whose names the ranks compare."""
+    return _OPERATORS[name](values, list(names), key, [])

@@ -1,0 +1,381 @@
+"""Simulations against loops over rounds and clients, and against themselves where they go on from a checkpoint."""
+
+from __future__ import annotations
+
+import re
+
+import numpy
+import pytest
+import torch
+
+import bagua
+from bagua import federated
+from bagua.errors import InvalidArgument
+from bagua.federated import Availability, Simulation, sampling
+from bagua.federated.library.aggregators import Aggregator, Clip, Mean, Noise, Quantize, SecureSum
+from bagua.federated.library.optimizers import SGD
+from tests.conformance.training import process_group
+
+POPULATION, COHORT, SEED = 40, 6, 11
+TARGETS = torch.randn(POPULATION, 3, generator=torch.Generator().manual_seed(1))
+AVAILABILITY = Availability(dropout=0.3, wait_for=4)
+AGGREGATE = Aggregator(Clip(2.0), Quantize("qsgd", seed=5), SecureSum(), Noise(0.01, seed=6), Mean())
+SERVER = SGD(0.5, momentum=0.9)
+
+
+def first_state():
+    model = torch.zeros(3)
+    return {"model": model, "aggregator": AGGREGATE.init(model), "server": SERVER.init(model)}
+
+
+def simulation(split=None, **options):
+    """With every kind of state and of random numbers."""
+
+    @federated.program(clients=COHORT, num_local=split)
+    def change(model, targets, noise, state, mask):
+        client = lambda model, target, noise: model - target + 0.1 * noise  # noqa: E731
+        values = federated.map_fn(client, (federated.broadcast(model), targets, noise))
+        return AGGREGATE(values, state, mask=mask)
+
+    def step(state, round):
+        noise = round.per_client(lambda generator: torch.randn(3, generator=generator))
+        gradient, aggregator = change(state["model"], TARGETS[round.clients], noise, state["aggregator"], round.mask)
+        gradient = gradient + 0.01 * torch.randn(3)  # of torch's own generator
+        model, server = SERVER.apply(state["model"], gradient, state["server"])
+        distance = (model - TARGETS.mean(0)).norm()
+        return {"model": model, "aggregator": aggregator, "server": server}, {"distance": distance}
+
+    arguments = {"population": POPULATION, "cohort": COHORT, "seed": SEED, "availability": AVAILABILITY, **options}
+    return Simulation(step, first_state(), num_local=split, **arguments)
+
+
+def test_rounds_are_those_of_loops():
+    """Of a plain mean, where nothing is coded."""
+    seen = []
+
+    def step(state, round):
+        mean = federated.program(federated.reduce_weighted_mean, clients=COHORT)
+        seen.append(round)
+        found = mean(TARGETS[round.clients], torch.ones(COHORT), mask=round.mask)
+        return {"total": state["total"] + found}, {"first": found[0]}
+
+    run = Simulation(
+        step, {"total": torch.zeros(3)}, population=POPULATION, cohort=COHORT, seed=SEED, availability=AVAILABILITY
+    )
+    figures = run.run(5)
+    total = torch.zeros(3)
+    for number in range(5):
+        cohort = sampling.cohort(POPULATION, COHORT, seed=SEED, round=number).tolist()
+        mask = AVAILABILITY.mask(torch.tensor(cohort), seed=SEED, round=number).tolist()
+        taking_part = [client for client, is_there in zip(cohort, mask, strict=True) if is_there]
+        mean = sum(TARGETS[client] for client in taking_part) / len(taking_part)
+        total = total + mean
+        assert figures[number] == {"first": pytest.approx(float(mean[0]), rel=1e-5), "participants": len(taking_part)}
+        assert seen[number].cohort.tolist() == seen[number].clients.tolist() == cohort
+    torch.testing.assert_close(run.state["total"], total)
+    assert run.round == 5 and run.run(5) == []
+
+
+def leaves_of(run):
+    return [
+        leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in torch.utils._pytree.tree_leaves(run.state)
+    ]
+
+
+def interrupted(rank, world_size, split, path):
+    """A run, and one that is saved in the middle."""
+    with process_group():
+        whole = simulation(split)
+        figures = whole.run(6)
+        half = simulation(split)
+        torch.manual_seed(rank)  # what the process has drawn before does not matter, and goes on as it would
+        expected = torch.rand(1, generator=torch.Generator().manual_seed(rank))
+        assert half.run(3, checkpoint=path, every=2) == figures[:3] and torch.equal(torch.rand(1), expected)
+        half.run(4)
+        other = simulation(split)
+        other.load(path)
+        assert other.round == 3 and other.run(6) == figures[3:]
+        assert leaves_of(other) == leaves_of(whole)
+    return leaves_of(whole)
+
+
+def test_a_run_goes_on_bit_for_bit_on_any_number_of_ranks(pools, tmp_path):
+    results = pools[3].run(interrupted, args=((4, 0, 2), str(tmp_path / "three")))
+    results += pools[2].run(interrupted, args=(None, str(tmp_path / "two")))
+    alone = simulation()
+    alone.load(tmp_path / "three")
+    alone.run(6)
+    assert all(result == leaves_of(alone) for result in results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+
+
+def differing(rank, world_size, path):
+    with process_group():
+        run = simulation()
+        run.state["model"] = torch.full((3,), float(rank))
+        with pytest.raises(InvalidArgument, match="disagree about leaf 0 of the state: rank 0 has .*, rank 1 has"):
+            run.save(f"{path}/checkpoint")
+        run = simulation()
+        with pytest.raises(FileNotFoundError if rank == 0 else InvalidArgument, match="No such file"):
+            run.save(f"{path}/nowhere/checkpoint")
+        with pytest.raises(FileNotFoundError if rank == 0 else InvalidArgument, match="No such file"):
+            run.load(f"{path}/checkpoint")
+        bagua.barrier()
+
+
+def test_checkpoints_that_fail_do_so_on_all_ranks(pool2, tmp_path):
+    pool2.run(differing, args=(str(tmp_path),))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- who takes part
+
+
+def test_stragglers_are_dropped():
+    clients, rounds = torch.arange(60), 40
+    slow_rounds = torch.zeros(60)
+    for number in range(rounds):
+        dropped = ~sampling.participates(clients, 0.8, seed=1, round=number)
+        mask = Availability(dropout=0.2, wait_for=30).mask(clients, seed=1, round=number)
+        durations = Availability().durations(clients, seed=1, round=number)
+        assert mask.sum() == 30 and not (mask & dropped).any()
+        assert durations[mask].max() < durations[~mask & ~dropped].min()
+        slow_rounds += durations > durations.median()
+        few = Availability(dropout=0.2, wait_for=59).mask(clients, seed=1, round=number)
+        assert torch.equal(few, ~dropped), "those who are there, where there are fewer"
+    assert (slow_rounds > 0.8 * rounds).sum() > 5 and (slow_rounds < 0.2 * rounds).sum() > 5, "slow ones stay slow"
+    logs = torch.cat([Availability(spread=0.5).durations(clients, seed=s, round=0) for s in range(30)]).log()
+    assert abs(logs.std() - 0.5) < 0.05 and abs(logs.mean()) < 0.05
+
+
+def test_a_round_without_anybody_changes_nothing():
+    run = simulation(availability=Availability(dropout=1.0))
+    assert run.run(2) == [{"participants": 0.0}] * 2 and leaves_of(run) == leaves_of(simulation())
+
+
+# ---- figures
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.scalars.append((tag, scalar_value, global_step))
+
+
+def test_figures_are_written_and_shown(capsys):
+    writer = Writer()
+    run = simulation(writer=writer, name="digits", progress=True)
+    assert run.values() == {}
+    figures = run.run(2)
+    expected = [(f"digits/{name}", value, i) for i, one in enumerate(figures) for name, value in one.items()]
+    assert writer.scalars == expected and len(expected) == 4
+    assert {**run.values(), "round_seconds": 0} == {"rounds": 2, "round_seconds": 0, **figures[1]}
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["digits: 1 of 2 rounds", "digits: 2 of 2 rounds"]
+    assert re.search(rf"distance {figures[1]['distance']:.4g}  participants 4", lines[1])
+    simulation(progress=False).run(1)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.needs("prometheus_client")
+def test_prometheus():
+    from prometheus_client import CollectorRegistry
+
+    registry, run = CollectorRegistry(), simulation(name="my run")
+    registry.register(run.collector())
+    assert registry.get_sample_value("bagua_my_run_rounds", {"rank": "0"}) is None
+    (figures,) = run.run(1)
+    assert registry.get_sample_value("bagua_my_run_rounds", {"rank": "0"}) == 1
+    assert registry.get_sample_value("bagua_my_run_distance", {"rank": "0"}) == figures["distance"]
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"seed": 12}, "has seed=11, expected 12"),
+        ({"cohort": 5}, "has cohort=6, expected 5"),
+        ({"availability": Availability()}, r"has availability='Availability\(dropout=0.3, wait_for=4"),
+    ],
+)
+def test_a_checkpoint_of_another_simulation_is_refused(tmp_path, options, message):
+    simulation().save(tmp_path / "checkpoint")
+    with pytest.raises(InvalidArgument, match=message):
+        simulation(**options).load(tmp_path / "checkpoint")
+    other = Simulation(lambda s, r: (s, {}), torch.zeros(1), population=POPULATION, cohort=COHORT, seed=SEED)
+    other._job = simulation()._job
+    with pytest.raises(InvalidArgument, match=r"(?s)has a state .*, expected"):
+        other.load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no archive",
+        {"weights": torch.zeros(2)},
+        {"round": "3"},
+        {"round": -1},
+        {"job": None},
+        {"job": {"seed": SEED}},
+        {"leaves": torch.zeros(2)},
+        {"structure": 3},
+        {"began": []},
+    ],
+    ids=[
+        "empty",
+        "text",
+        "another object",
+        "word",
+        "before the first",
+        "no job",
+        "part of it",
+        "no list",
+        "no text",
+        "no kinds",
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
+    """Damaged ones have all fields, and one that is wrong."""
+    path = tmp_path / "other"
+    if isinstance(content, dict) and "weights" not in content:
+        simulation().save(path)
+        content = {**torch.load(path), **content}
+    torch.save(content, path) if isinstance(content, dict) else path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=rf"{path} is no checkpoint of a Simulation.*give a file that save wrote"):
+        simulation().load(path)
+
+
+def test_a_checkpoint_that_has_lost_a_leaf_is_named(tmp_path):
+    simulation().save(tmp_path / "checkpoint")
+    torch.save({**torch.load(tmp_path / "checkpoint"), "leaves": []}, tmp_path / "checkpoint")
+    with pytest.raises(InvalidArgument, match=r"(?s)has a state .* of 0 leaves, expected .* of [1-9]"):
+        simulation().load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "leaf, message",
+    [
+        (torch.zeros(3), r"of torch.float32 and shape \[2\], expected torch.float32 and shape \[3\]"),
+        (torch.zeros(2, 1), r"of torch.float32 and shape \[2\], expected torch.float32 and shape \[2, 1\]"),
+        (torch.zeros(2).double(), r"of torch.float32 and shape \[2\], expected torch.float64 and shape \[2\]"),
+    ],
+    ids=["longer", "another axis", "dtype"],
+)
+def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, message):
+    """And nothing of it is taken."""
+
+    def make(leaf):
+        return Simulation(
+            lambda state, round: (state, {}), {"n": 0, "w": [leaf]}, population=POPULATION, cohort=COHORT, seed=SEED
+        )
+
+    run = make(torch.ones(2))
+    run.run(2, checkpoint=tmp_path / "checkpoint")
+    other = make(leaf)
+    with pytest.raises(InvalidArgument, match=r"began with a state at \['w'\]\[0\] " + message):
+        other.load(tmp_path / "checkpoint")
+    assert other.round == 0 and other.state["w"][0] is leaf
+    alike = make(torch.zeros(2))
+    alike.load(tmp_path / "checkpoint")
+    assert alike.round == 2 and alike.state["w"][0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "leaf", [numpy.float64(1.5), numpy.ones(2), torch.eye(2).to_sparse()], ids=["number", "array", "sparse"]
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, leaf):
+    run = Simulation(lambda state, round: (state, {}), {"a": leaf}, population=3, cohort=2, seed=0)
+    with pytest.raises(
+        InvalidArgument, match="(?s)leaf 0 of the state is .* a checkpoint cannot hold, expected dense tens"
+    ):
+        run.run(1, checkpoint=tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rounds_may_change_the_shapes_of_the_state(tmp_path):
+    def make():
+        def step(state, round):
+            return {"history": torch.cat([state["history"], torch.tensor([round.number])]), "n": state["n"] + 1.0}, {}
+
+        state = {"history": torch.empty(0, dtype=torch.int64), "n": torch.tensor(0.0)}
+        return Simulation(step, state, population=POPULATION, cohort=COHORT, seed=SEED)
+
+    make().run(3, checkpoint=tmp_path / "checkpoint")
+    other = make()
+    other.run(1)
+    other.load(tmp_path / "checkpoint")
+    other.run(5)
+    assert other.state["history"].tolist() == [0, 1, 2, 3, 4] and float(other.state["n"]) == 5.0
+
+
+def test_checkpoints_that_do_not_say_how_they_began_are_compared_as_they_are(tmp_path):
+    def make(leaf):
+        return Simulation(lambda state, round: (state, {}), {"n": 1, "w": leaf}, population=3, cohort=2, seed=0)
+
+    path = tmp_path / "checkpoint"
+    make(torch.ones(2)).run(2, checkpoint=path)
+    content = torch.load(path)
+    del content["began"]
+    torch.save({**content, "leaves": [torch.tensor(4), content["leaves"][1]]}, path)  # a number that became a tensor
+    for leaf, message in [(torch.zeros(3), r"shape \[3\]"), (torch.zeros(2, dtype=torch.int64), "torch.int64")]:
+        with pytest.raises(InvalidArgument, match=rf"of a simulation with a state at \['w'\] .*expected .*{message}"):
+            make(leaf).load(path)
+    alike = make(torch.zeros(2))
+    alike.load(path)
+    assert (alike.round, int(alike.state["n"]), alike.state["w"].tolist()) == (2, 4, [1.0, 1.0])
+
+
+def test_sizes_may_be_numpys(tmp_path):
+    def make():
+        sizes = {"population": numpy.int64(9), "cohort": numpy.int32(2)}
+        return Simulation(lambda state, round: (state + 1, {}), 0, seed=0, **sizes)
+
+    run = make()
+    run.run(2, checkpoint=tmp_path / "checkpoint")
+    other = make()
+    other.load(tmp_path / "checkpoint")
+    assert (other.round, other.state) == (2, 2)
+
+
+def test_draws_for_another_use_are_others():
+    round, other = simulation().sample(0), simulation().sample(1)
+
+    def draw(generator):
+        return torch.rand(4, generator=generator)
+
+    found = [round.per_client(draw), round.per_client(draw, use="a"), round.per_client(draw, use="b")]
+    found += [other.per_client(draw, use="a")]
+    assert len({row for one in found for row in map(tuple, one.tolist())}) == 4 * COHORT
+    assert torch.equal(found[1], round.per_client(draw, use="a"))
+
+
+def test_a_figure_that_is_none_is_named():
+    def step(state, round):
+        return state, {"norms": torch.zeros(2)}
+
+    run = Simulation(step, torch.zeros(1), population=2, cohort=1, seed=0)
+    with pytest.raises(InvalidArgument, match=r"the figure 'norms' is tensor\(\[0., 0.\]\), expected a number"):
+        run.run(1)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: simulation(cohort=41), "a cohort of 41 of 40 clients"),
+        (lambda: simulation().run(1, every=0), "every=0"),
+        (lambda: Availability(dropout=1.5), "dropout=1.5"),
+        (lambda: Availability(wait_for=0), "wait_for=0"),
+        (lambda: Availability(spread=-1.0), "spread=-1.0"),
+        (lambda: Availability(dropout=None), "dropout=None"),
+        (lambda: Availability(wait_for=1.5), "wait_for=1.5, expected an integer"),
+        (lambda: Availability(spread="wide"), "spread='wide'"),
+    ],
+)
+def test_mistakes(make, message):
+    with pytest.raises(InvalidArgument, match=message):
+        make()

@@ -1,0 +1,223 @@
+"""Client functions that run again for their derivatives: with the same numbers, or not at all.
+
+The oracle is a loop over clients that calls each function once.
+"""
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.nn import functional
+
+from bagua import federated
+from bagua.errors import InvalidArgument
+from tests.conformance.training import process_group
+
+W = torch.tensor([0.5, -1.5, 2.0, 0.25], dtype=torch.float64)
+X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.25, 1.5, -1.0, 2.0], [-0.75, 0.5, 2.5, 1.0]], dtype=torch.float64)
+ROWS = list(torch.arange(12.0, dtype=torch.float64).reshape(3, 4).cos())
+
+
+def in_a_loop(function, w, x):
+    return sum(function(w, row) for row in x) / 3
+
+
+def node(function, w, x):
+    return federated.map_reduce(function, (federated.broadcast(w), x), chunk_size=2)
+
+
+def two_verbs(function, w, x):
+    return federated.reduce_mean(federated.map_fn(function, (federated.broadcast(w), x)))
+
+
+def program_of(loss, mean):
+    """The loss, which has `mean` for the mean of a function over clients."""
+    return federated.program(lambda w, x: loss(lambda function, w: mean(function, w, x), w), clients=3)
+
+
+def gradient_of(way, loss):
+    if way == "traced":
+        return federated.trace(grad(program_of(loss, two_verbs)), W, X)(W, X)
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad(program_of(loss, node)(w, X), w)[0]
+
+
+def a_loops_number(reduced, w):
+    total = 0
+    for k in (1.0, 2.0, 3.0):
+        total = total + reduced(lambda w, x: (w * x * k).sin().sum(), w)  # noqa: B023
+    return total
+
+
+def a_loops_tensor(reduced, w):
+    total = 0
+    for row in ROWS:
+        total = total + reduced(lambda w, x: (w * x * row).sin().sum(), w)  # noqa: B023
+    return total
+
+
+def a_branch(reduced, w):
+    is_early, total = True, 0
+
+    def client(w, x):
+        return (w * x).sin().sum() if is_early else (w * x).cos().sum()
+
+    total = reduced(client, w)
+    is_early = False
+    return total
+
+
+def a_counter(reduced, w):
+    calls = []
+
+    def client(w, x):
+        calls.append(1)
+        return (w * x * len(calls)).sin().sum()
+
+    return reduced(client, w)
+
+
+def a_tensor_that_is_written(reduced, w):
+    scale = torch.ones(4, dtype=torch.float64)
+    result = reduced(lambda w, x: (w * x * scale).sin().sum(), w)
+    scale.mul_(2)
+    return result
+
+
+CHANGED = (a_loops_number, a_loops_tensor, a_branch, a_counter, a_tensor_that_is_written)
+
+
+@pytest.mark.parametrize("loss", CHANGED, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("way", ["node", "traced"])
+def test_a_function_that_has_changed_since_is_refused(way, loss):
+    if way == "traced" and loss is a_tensor_that_is_written:
+        pytest.skip("a trace holds the tensor as it is in the end, in the value as in the derivative")
+    with pytest.raises(InvalidArgument, match="runs again for its derivative, and computes something else"):
+        gradient_of(way, loss)
+
+
+def defaults(reduced, w):
+    total = 0
+    for k, row in zip((1.0, 2.0, 3.0), ROWS, strict=True):
+        total = total + reduced(lambda w, x, k=k, row=row: (w * x * k * row).sin().sum(), w)
+    return total
+
+
+def late_in_the_value_alone(reduced, w):
+    """The log of a client function's calls changes none of its numbers."""
+    calls = []
+
+    def client(w, x):
+        calls.append(len(calls))
+        return (w * x).sin().sum()
+
+    return reduced(client, w)
+
+
+def derivatives_within(reduced, w):
+    """Gradients are born within; those of what no client has differ as objects each time that they are computed."""
+
+    def client(w, x):
+        own = grad(lambda w: (w**3).sum())(w)
+        step = grad(lambda w: (w * x).sin().sum())(w)
+        return ((w - 0.1 * (own + step)) * x).cos().sum() * ROWS[0].sum()
+
+    return reduced(client, w)
+
+
+def autocast_around(reduced, w):
+    """Without it, where the derivative is taken, dtypes would not match."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return reduced(
+            lambda w, x: ((w.float().view(2, 2) @ x.float().view(2, 2)) @ ROWS[0].bfloat16().view(2, 2)).sum(), w
+        ).double()
+
+
+@pytest.mark.parametrize(
+    "loss", [defaults, late_in_the_value_alone, derivatives_within, autocast_around], ids=lambda loss: loss.__name__
+)
+@pytest.mark.parametrize("way", ["node", "traced"])
+def test_a_function_that_has_not_changed_has_its_derivative(way, loss):
+    def in_loops(w):
+        return loss(lambda function, w: in_a_loop(function, w, X), w)
+
+    rounding = 2**-6 if loss is autocast_around else 1e-7
+    torch.testing.assert_close(gradient_of(way, loss), grad(in_loops)(W), rtol=rounding, atol=rounding)
+    if way == "node":
+        found = hessian(program_of(loss, node))(W, X)
+        torch.testing.assert_close(found, hessian(in_loops)(W), rtol=rounding, atol=rounding)
+
+
+# ---- random numbers
+
+
+def dropped(w, x):
+    """A third of its gradient times w is the value, and a sixth of its Hessian: where all draw the same."""
+    return (functional.dropout(w * x, 0.5) ** 3).sum()
+
+
+def cubic(randomness, w):
+    return federated.map_reduce(dropped, (federated.broadcast(w), X), chunk_size=2, randomness=randomness)
+
+
+def seeded(compute):
+    torch.manual_seed(3)
+    return compute()
+
+
+def by_autograd(function):
+    def derivative(w):
+        w = w.detach().clone().requires_grad_()
+        return torch.autograd.grad(function(w), w)[0]
+
+    return derivative
+
+
+SIX_TIMES_THE_VALUE = {
+    "autograd": lambda f: by_autograd(f)(W) @ W * 2,
+    "grad": lambda f: grad(f)(W) @ W * 2,
+    "jvp": lambda f: jvp(f, (W,), (W,))[1] * 2,
+    "jacrev(grad)": lambda f: jacrev(grad(f))(W) @ W @ W,
+    "jvp of grad": lambda f: jvp(grad(f), (W,), (W,))[1] @ W,
+    "jvp of jvp": lambda f: jvp(lambda w: jvp(f, (w,), (W,))[1], (W,), (W,))[1],
+    "hessian": lambda f: jacfwd(jacrev(f), randomness="same")(W) @ W @ W,
+    "autograd twice": lambda f: torch.autograd.functional.hessian(f, W) @ W @ W,
+}
+
+
+@pytest.mark.parametrize("way", SIX_TIMES_THE_VALUE)
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_derivatives_draw_what_the_value_drew(randomness, way):
+    function = federated.program(lambda w: cubic(randomness, w), clients=3)
+    expected = seeded(lambda: function(W)) * 6
+    torch.testing.assert_close(seeded(lambda: SIX_TIMES_THE_VALUE[way](function)), expected)
+    assert expected != 0
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_batches_of_models_draw_what_their_values_drew(randomness):
+    function = federated.program(lambda w: cubic(randomness, w), clients=3)
+    models = torch.stack([W, 2 * W])
+    values = seeded(lambda: vmap(function, randomness=randomness)(models))
+    found = seeded(lambda: vmap(grad(function), randomness=randomness)(models))
+    torch.testing.assert_close((found * models).sum(1), 3 * values)
+
+
+def on_ranks(rank, size, randomness):
+    with process_group():
+        x = X[federated.local_slice(3)]
+        function = federated.program(
+            lambda w: federated.map_reduce(dropped, (federated.broadcast(w), x), randomness=randomness), clients=3
+        )
+        for _ in range(2):  # with other numbers each time
+            w = W.clone().requires_grad_()
+            value = function(w)
+            torch.rand(3)  # what is drawn between is not drawn again
+            state = torch.get_rng_state()
+            (found,) = torch.autograd.grad(value, w)
+            torch.testing.assert_close(found @ W, 3 * value.detach())
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_on_ranks_too(pool2, randomness):
+    pool2.run(on_ranks, args=(randomness,))
