@@ -295,7 +295,7 @@ def _interval_for(cost_s: float, step_s: float) -> int:
 
 def _has_values_here(tensor: Any) -> bool:
     """Returns True for a tensor whose values this rank holds, all of them."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
         return False
     return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "to_local")
 
