@@ -10,6 +10,7 @@ the message.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -25,7 +26,7 @@ import torch
 from bagua import _C
 from bagua.distributed.devices import HostCopy, current_stream, processor_of, timing_event
 from bagua.distributed.process_group import ProcessGroup, Work
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["ReplicaCheck", "check_setting"]
 
@@ -70,6 +71,11 @@ class _Check:
     work: Work
     events: list[torch.Event]  # before and after the digest, on a device
     copy: HostCopy | None = None  # of gathered
+
+    def before_close(self) -> None:
+        """Waits for the message, which training may end without; another rank may still need it."""
+        with contextlib.suppress(BaguaError):
+            self.work.wait()
 
 
 class ReplicaCheck:
@@ -131,6 +137,7 @@ class ReplicaCheck:
         self._read_arrived()
         begun, began_at = self._measured
         self._pending = self._start(parameters, buffers, (now - began_at) / max(1, step - begun))
+        self._group.before_close.append(self._pending.before_close)
         self._measured = step, time.perf_counter()
 
     def finish(self) -> None:
@@ -144,6 +151,7 @@ class ReplicaCheck:
         check, self._pending = self._pending, None
         if check is None:
             return
+        self._group.before_close.remove(check.before_close)
         check.work.wait()
         if not check.events:
             self._resolve(check, check.gathered)

@@ -250,6 +250,7 @@ def _changed_weights(rank, world_size, change):
         assert weights_of(model) == pytest.approx(expected, abs=1e-5)
         model(target)
         change(model.parts[0])
+        bagua.barrier()  # else the error of one rank ends the other's step above
         # The other rank's, if that is first.
         with pytest.raises(BaguaError, match=r"weights were changed between a forward .* under torch.no_grad\(\)"):
             step_once_without_forward(model, optimizer, target)

@@ -503,7 +503,7 @@ def _check_mistakes(group):
     elsewhere = torch.device(kind, 2 + group.rank)
     model.to(elsewhere)
     # The rank that comes to it later may get the other one's error.
-    with pytest.raises((bagua.InvalidArgument, bagua.RemoteError), match="gradient of .* was moved since the model"):
+    with pytest.raises((bagua.InvalidArgument, bagua.RemoteError), match="gradient of .* was moved since the wrap"):
         wrapped(torch.ones(2, 4, device=elsewhere)).sum().backward()
 
 

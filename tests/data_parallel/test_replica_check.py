@@ -475,6 +475,21 @@ def test_a_model_that_is_gone_leaves_the_options():
     world(2, run)
 
 
+def _end_behind_its_begin(rank, world_size):
+    """Training ends with the step that has begun a check, whose message another rank may still need."""
+    for _ in range(10):
+        bagua.init_process_group(timeout=20)
+        model = bagua.with_bagua(torch.nn.Linear(512, 512), check_replicas=2)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 512)).sum().backward()
+        bagua.destroy_process_group()
+
+
+def test_training_may_end_behind_the_step_that_begins_a_check(pool2):
+    pool2.run(_end_behind_its_begin)
+
+
 # ---- on a device
 
 
