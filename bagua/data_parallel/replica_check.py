@@ -10,6 +10,8 @@ the message.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -25,7 +27,7 @@ import torch
 from bagua import _C
 from bagua.distributed.devices import HostCopy, current_stream, processor_of, timing_event
 from bagua.distributed.process_group import ProcessGroup, Work
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["ReplicaCheck", "check_setting"]
 
@@ -43,6 +45,13 @@ _REMEDY = (
     "no_sync has left, or within backward, and for a schedule or a restore on some ranks only (check_replicas='warn' "
     "writes this to the log instead, False compares nothing)"
 )
+
+
+def _wait_for(works: Sequence[Work]) -> None:
+    """Waits for a message before the group closes: a slower rank is still to send its own."""
+    for work in works:
+        with contextlib.suppress(BaguaError):  # a failure of the group is raised by what it ends
+            work.wait()
 
 
 def check_setting(setting: Any) -> None:
@@ -107,6 +116,9 @@ class ReplicaCheck:
         # The seconds that the last check took after its begin: on the device, and to find what differs.
         self._late_s: float | None = None
         self._pending: _Check | None = None
+        self._works: list[Work] = []  # of what is pending; they outlive the model
+        if self._is_on:
+            group.before_close.append(functools.partial(_wait_for, self._works))
         self._arriving: _Check | None = None  # its result is on its way from a device to the host
 
     def begin(self, parameters: bool = True, buffers: bool = True) -> None:
@@ -131,6 +143,7 @@ class ReplicaCheck:
         self._read_arrived()
         begun, began_at = self._measured
         self._pending = self._start(parameters, buffers, (now - began_at) / max(1, step - begun))
+        self._works.append(self._pending.work)
         self._measured = step, time.perf_counter()
 
     def finish(self) -> None:
@@ -145,6 +158,7 @@ class ReplicaCheck:
         if check is None:
             return
         check.work.wait()
+        self._works.clear()
         if not check.events:
             self._resolve(check, check.gathered)
         else:
