@@ -11,6 +11,7 @@ the message.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -72,11 +73,6 @@ class _Check:
     events: list[torch.Event]  # before and after the digest, on a device
     copy: HostCopy | None = None  # of gathered
 
-    def before_close(self) -> None:
-        """Waits for the message, which training may end without; another rank may still need it."""
-        with contextlib.suppress(BaguaError):
-            self.work.wait()
-
 
 class ReplicaCheck:
     """Compares parameters, buffers and the options of optimizers between ranks, bit for bit.
@@ -113,6 +109,7 @@ class ReplicaCheck:
         # The seconds that the last check took after its begin: on the device, and to find what differs.
         self._late_s: float | None = None
         self._pending: _Check | None = None
+        self._before_close: Callable[[], None] | None = None  # of the pending one
         self._arriving: _Check | None = None  # its result is on its way from a device to the host
 
     def begin(self, parameters: bool = True, buffers: bool = True) -> None:
@@ -137,7 +134,9 @@ class ReplicaCheck:
         self._read_arrived()
         begun, began_at = self._measured
         self._pending = self._start(parameters, buffers, (now - began_at) / max(1, step - begun))
-        self._group.before_close.append(self._pending.before_close)
+        # Training may end without the message, which a slower rank still needs.
+        self._before_close = functools.partial(_wait_for, self._pending.work)
+        self._group.before_close.append(self._before_close)
         self._measured = step, time.perf_counter()
 
     def finish(self) -> None:
@@ -151,7 +150,7 @@ class ReplicaCheck:
         check, self._pending = self._pending, None
         if check is None:
             return
-        self._group.before_close.remove(check.before_close)
+        self._group.before_close.remove(self._before_close)
         check.work.wait()
         if not check.events:
             self._resolve(check, check.gathered)
@@ -289,6 +288,11 @@ class ReplicaCheck:
             f"in {num} of {own.numel()} elements by at most {distance:.3g}" if num else "no longer, or in no value,"
             for distance, num in everyone
         ]
+
+
+def _wait_for(work: Work) -> None:
+    with contextlib.suppress(BaguaError):  # a failure of the group is raised by what it ends
+        work.wait()
 
 
 def _interval_for(cost_s: float, step_s: float) -> int:

@@ -151,7 +151,7 @@ finish() gives UNTOUCHED, INCOMPLETE or COMPLETE. Raises InvalidArgument, which 
 >>> step.finish() == step.COMPLETE
 True
 >>> [step.next() for _ in range(8)]
-[(1, 2), (6, 0), (2, 0), (3, 0), (3, 1), (3, 2), (7, 0), None]
+[(1, 2), (2, 0), (6, 0), (3, 0), (3, 1), (3, 2), (7, 0), None]
 >>> step.observed_order()
 [1, 0, 2])";
 

@@ -79,7 +79,7 @@ enum Phase {
 /// assert_eq!(step.ready(2), Ok(true));
 /// assert_eq!(step.finish(), Ok(Outcome::Complete));
 /// let decisions: Vec<_> = std::iter::from_fn(|| step.next_decision()).collect();
-/// assert_eq!(decisions, [Launch(2), SendBuffers, Resume(0), Wait(0), Wait(1), Wait(2), AgreeOnOrder]);
+/// assert_eq!(decisions, [Launch(2), Resume(0), SendBuffers, Wait(0), Wait(1), Wait(2), AgreeOnOrder]);
 /// assert_eq!(step.observed_order(), [1, 0, 2]);
 /// ```
 #[derive(Debug, Clone)]

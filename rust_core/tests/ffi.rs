@@ -138,7 +138,7 @@ fn a_step_crosses_the_boundary_unchanged() {
         assert!(step.ready(0));
         expect_ok(bagua_step_finish(step.0, &mut outcome, &mut error), &error);
         assert_eq!((outcome, step.state()), (Outcome::Complete as u32, (false, 2)));
-        let decisions = [(1, 2), (6, 0), (2, 0), (3, 0), (3, 1), (3, 2), (7, 0), (0, 0)];
+        let decisions = [(1, 2), (2, 0), (6, 0), (3, 0), (3, 1), (3, 2), (7, 0), (0, 0)];
         assert_eq!(decisions.map(|_| step.next()), decisions);
 
         let observed = step.list(bagua_step_observed_order).unwrap();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -193,3 +194,28 @@ def test_hooks_run_beside_the_graphs_without_a_warning(capfd):
     spawn(quiet, 2)
     written = capfd.readouterr().err
     assert "Exception ignored" not in written and "Dynamo does not know" not in written
+
+
+def ends_behind_a_check(rank, world_size, is_removed):
+    """Rank 0 ends the group while rank 1 is still to begin the check of replicas that the last backward begins."""
+    with process_group():
+        model, optimizer = made()
+        bagua.with_bagua(model, optimizer, check_replicas=3)
+        if rank == 1:
+            named = model.named_parameters
+
+            def slow(*args, **kwargs):
+                time.sleep(0.3)
+                return named(*args, **kwargs)
+
+            model.named_parameters = slow
+        for number in range(4):
+            step(model, optimizer, rank, number)
+        if is_removed:
+            model.bagua.remove()
+            del model
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_program_that_ends_behind_a_check_of_replicas(pool2, is_removed):
+    pool2.run(ends_behind_a_check, args=(is_removed,))
