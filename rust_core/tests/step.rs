@@ -402,6 +402,7 @@ fn a_bucket_is_suspended_right_after_its_start() {
     assert_eq!(step.next_decision(), Some(Resume(0)));
     assert_eq!((step.suspended(2), step.suspended(0)), (refused(2, Some(0)), Ok(())));
     assert_eq!(step.finish(), Ok(Outcome::Complete));
+    assert_eq!(step.next_decision(), Some(SendBuffers));
     assert_eq!((step.next_decision(), step.next_decision()), (Some(Resume(0)), Some(Wait(0))));
     assert_eq!(step.suspended(0), refused(0, None));
     step.abort();
