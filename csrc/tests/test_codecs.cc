@@ -150,8 +150,9 @@ TEST(Codecs, NonfiniteMarksAndCountsItsBlock) {
         for (size_t i = 0; i < numel; ++i) {
           const bool marked = i / block == at / block || i / block == 2;
           const double value = load_real(dtype, coded.decoded.data(), i);
-          ASSERT_EQ(std::isnan(value), marked) << i;
-          ASSERT_EQ(std::isnan(sum.as<float>()[i]), marked) << i;
+          const bool is_inf = block == 1 && std::isinf(special);  // a cast keeps it
+          ASSERT_EQ(is_inf ? std::isinf(value) : std::isnan(value), marked) << i;
+          ASSERT_EQ(is_inf ? std::isinf(sum.as<float>()[i]) : std::isnan(sum.as<float>()[i]), marked) << i;
           ASSERT_TRUE(marked || value == load_real(dtype, expected.decoded.data(), i)) << i;
         }
       }
