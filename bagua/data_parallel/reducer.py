@@ -97,7 +97,7 @@ class Reducer:
         self._local_ns: int | None = None  # when a backward inside no_sync began
         self._nonfinite: bool | HostCopy | None = None  # whether the last result is finite, until that is looked at
         self._sums = ""  # "held": gradients may be sums of all ranks'; "added to": a local backward has added to them
-        # By optimizer: a weight's version and the number of backwards when it was last looked at, or a step was seen.
+        # A weight of each optimizer: its version and the number of backwards at the last look, or at a step.
         self._seen: dict[int, tuple[int, int]] = {}
 
     def new_machine(self, order: Sequence[int] | None) -> None:

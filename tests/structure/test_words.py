@@ -23,7 +23,7 @@ OPENERS = {
 PERSONS = re.compile(r"\b(nobody|somebody|everybody)\b", re.IGNORECASE)
 
 # Findings that are left, by kind. Lower a budget when its findings become fewer; never raise one.
-BUDGETS = {"docstrings": 354, "comments": 273, "persons": 143}
+BUDGETS = {"docstrings": 0, "comments": 0, "persons": 17}
 
 
 def first_word(prose):
