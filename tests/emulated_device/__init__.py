@@ -11,7 +11,7 @@ torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memor
 with the CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
 
 load() makes it the process's accelerator, for good: load it in processes of their own, or where no test minds, and
-before the process's first backward (importing bagua.federated runs one), for which torch starts a thread per device.
+before the process's first backward, for which torch starts a thread per device.
 There are `num_devices` devices. A process that is to fork ranks must not use it before.
 """
 

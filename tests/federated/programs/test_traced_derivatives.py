@@ -342,7 +342,7 @@ VIEWS = (
 
 
 def random_client(seed):
-    """Of steps that make tensors, views of them, and write into them, each with or without derivatives."""
+    """Returns a function of steps that make tensors and views, and write into them, with or without derivatives."""
     draw = random.Random(seed)
     steps = []
     for _ in range(draw.randint(3, 10)):
