@@ -119,27 +119,27 @@ def map_reduce(
     is_shared = tuple(value is not None for value in shared)
     check = check_floating if reduce == "mean" else check_summable
     calls = Calls() if _is_differentiated(inputs) else None
-    of_one = functools.partial(_flat, function, clients, structure, lambda result: check(result, verb), calls)
-
     dims = tuple(None if is_one else 0 for is_one in is_shared)
     seen: list[Any] = []
 
-    def of_all(chunk: Sequence[torch.Tensor], randomness: str) -> Tensors:
-        with calls.run() if calls else nullcontext():
-            return torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
+    def of_all(chunk: Sequence[torch.Tensor], randomness: str, calls: Calls | None) -> Tensors:
+        of_one = functools.partial(_flat, function, clients, structure, lambda x: check(x, verb), calls, seen)
+        return torch.func.vmap(of_one, dims, randomness=randomness)(*chunk)
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
-        mapped = of_all(chunk, randomness)
+        with calls.run() if calls else nullcontext():
+            mapped = of_all(chunk, randomness, calls)
         wide = [widened(leaf) for leaf in mapped]
         return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in wide)
 
     draws = Draws(clients, randomness)
     node = Node(as_called_now(of_chunk), is_shared, None, chunk_size, clients, randomness, draws, calls)
     if calls:
-        # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
+        # One client, outside of the node: tensors from around the function are found at the level they come from. The
+        # run is not compared with later ones: modules make what they cache, such as positions, the first time.
         probe = [x if is_one else first_of(x) for x, is_one in zip(inputs, is_shared, strict=True)]
         with as_if_not_drawn(inputs) if randomness != "error" else nullcontext():
-            results = without_writes(lambda: of_all(probe, "same"), leaves, clients, "map_reduce")
+            results = without_writes(lambda: of_all(probe, "same", None), leaves, clients, "map_reduce")
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
         results = without_writes(lambda: node.compute(inputs), leaves, clients, "map_reduce")

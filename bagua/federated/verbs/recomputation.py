@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bagua.federated.verbs.placement import frames, run_within
 
@@ -84,13 +85,14 @@ class Calls:
 
 
 def _is_same(before: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, int] | None) -> bool:
-    if before is None or now is None:  # what a derivative within has made is no constant in a run with more transforms
-        return now is None
+    if before is None or now is None:  # made within, by a derivative in one run and under more transforms in another
+        return True
     if before[0] is now[0]:
         return before[1] == now[1]
-    values = before[0].detach(), now[0].detach()
-    is_alike = values[0].shape == values[1].shape and values[0].dtype == values[1].dtype
-    return is_alike and torch.allclose(*values, equal_nan=True)
+    if before[0].shape != now[0].shape or before[0].dtype != now[0].dtype:
+        return False
+    with temporarily_clear_interpreter_stack():
+        return torch.allclose(before[0].detach(), now[0].detach(), equal_nan=True)
 
 
 def _numbers_in(value: Any) -> Any:

@@ -342,7 +342,7 @@ VIEWS = (
 
 
 def random_client(seed):
-    """Of steps that make tensors, views of them, and write into them, each with or without derivatives."""
+    """Returns a function of steps that make tensors and views, and write into them, with or without derivatives."""
     draw = random.Random(seed)
     steps = []
     for _ in range(draw.randint(3, 10)):
@@ -387,7 +387,7 @@ def on_ranks(rank, size, seeds, split):
 
 
 def test_a_random_program(pool2):
-    assert check_random_client(3)
+    assert check_random_client(0)
     assert pool2.run(on_ranks, args=((4,), (2, 1))) == [1, 1]
 
 

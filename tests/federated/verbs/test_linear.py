@@ -76,7 +76,7 @@ def test_derivatives_of_autograd():
 
 
 def test_names_and_options_reach_every_kernel():
-    """Of values of which one has no cotangent and no tangent, the transpose and the tangent are given the others."""
+    """A value without a cotangent or a tangent is left out of what the transpose and the tangent are given."""
     library = torch.library.Library("bagua_tests", "DEF")
     seen = []
 

@@ -124,6 +124,18 @@ def derivatives_within(reduced, w):
     return reduced(client, w)
 
 
+def cached(reduced, w):
+    """A module makes what it caches the first time that it is called."""
+    cache = {}
+
+    def client(w, x):
+        if "positions" not in cache:
+            cache["positions"] = torch.arange(4, dtype=w.dtype)
+        return (w * x * cache["positions"]).sin().sum()
+
+    return reduced(client, w)
+
+
 def autocast_around(reduced, w):
     """Without it, where the derivative is taken, dtypes would not match."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -133,16 +145,21 @@ def autocast_around(reduced, w):
 
 
 @pytest.mark.parametrize(
-    "loss", [defaults, late_in_the_value_alone, derivatives_within, autocast_around], ids=lambda loss: loss.__name__
+    "loss",
+    [defaults, late_in_the_value_alone, derivatives_within, autocast_around, cached],
+    ids=lambda loss: loss.__name__,
 )
 @pytest.mark.parametrize("way", ["node", "traced"])
 def test_a_function_that_has_not_changed_has_its_derivative(way, loss):
+    if way == "traced" and loss is cached:
+        pytest.skip("a trace has no values to cache")
+
     def in_loops(w):
         return loss(lambda function, w: in_a_loop(function, w, X), w)
 
     rounding = 2**-6 if loss is autocast_around else 1e-7
     torch.testing.assert_close(gradient_of(way, loss), grad(in_loops)(W), rtol=rounding, atol=rounding)
-    if way == "node":
+    if way == "node" and loss is not cached:  # torch takes no tensor from a transform that has ended
         found = hessian(program_of(loss, node))(W, X)
         torch.testing.assert_close(found, hessian(in_loops)(W), rtol=rounding, atol=rounding)
 

@@ -1,4 +1,4 @@
-"""What client functions compute instead of torch's, against definitions in loops over clients.
+"""Substitutes of torch's operators in client functions, against definitions in loops over clients.
 
 The first part is about torch alone: each bug for which the table has an entry, as a strict xfail. Where one of them
 passes, torch has mended it, and its entry can go.
@@ -77,7 +77,7 @@ NORMS = [name for name in OPERATORS if "norm" in name]
 
 
 def loss_of(operator):
-    """Of a client's rows ``y``, and 12 numbers, four of which no operator takes for weights."""
+    """Returns a loss of a client's rows ``y`` and 12 numbers, of which the operator has ten."""
 
     def loss(p, y):
         result = operator(y * p[:4], p[4:7], p[7:10])
@@ -337,7 +337,7 @@ def attend(module, model, x):
 
 
 def test_attention_has_all_derivatives_by_torchs_switch():
-    """Where the fused kernel has none, torch says so; docs/federated.md says what to ask torch for."""
+    """The fused kernel has one gradient, and torch raises for others; docs/federated.md names the switch."""
     torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
     model = {name: value.detach() for name, value in module.named_parameters()}
