@@ -382,7 +382,9 @@ class Reducer:
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
         if self.replica_check is not None and self.sends_gradients:
             self.replica_check.finish()
-            self.replica_check.begin(buffers=self.buffers is not None)
+            work = self.replica_check.begin(buffers=self.buffers is not None)
+            if work is not None:
+                self._name(work)
         if self.storage.memory.is_cpu:
             self._raise_if_nonfinite()
 

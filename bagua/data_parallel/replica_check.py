@@ -112,8 +112,8 @@ class ReplicaCheck:
         self._before_close: Callable[[], None] | None = None  # of the pending one
         self._arriving: _Check | None = None  # its result is on its way from a device to the host
 
-    def begin(self, parameters: bool = True, buffers: bool = True) -> None:
-        """Starts a check if one is due. Collective: all ranks call it at the end of a synchronising backward.
+    def begin(self, parameters: bool = True, buffers: bool = True) -> Work | None:
+        """Starts a check if one is due, and returns its message. Collective, at the end of a synchronising backward.
 
         Args:
             parameters: they should be equal now, as after every step of an algorithm that exchanges gradients.
@@ -123,13 +123,13 @@ class ReplicaCheck:
             InvalidArgument: an earlier check has found a difference, as in ``finish``.
         """
         if not self._is_on:
-            return
+            return None
         step, now = self._num_steps, time.perf_counter()
         self._num_steps += 1
         if step == 1:
             self._measured = step, now  # without the first step, which sets up
         if step != self._due:
-            return
+            return None
         self._due = None if self._interval is None else step + self._interval
         self._read_arrived()
         begun, began_at = self._measured
@@ -138,6 +138,7 @@ class ReplicaCheck:
         self._before_close = functools.partial(_wait_for, self._pending.work)
         self._group.before_close.append(self._before_close)
         self._measured = step, time.perf_counter()
+        return self._pending.work
 
     def finish(self) -> None:
         """Reads the check that the last ``begin`` has started, if it did. Collective.
@@ -192,6 +193,7 @@ class ReplicaCheck:
         message = torch.cat([digest, torch.tensor(of_host, device="cpu").to(device, non_blocking=True)])
         gathered = message.new_empty(self._group.size * _NUM_NUMBERS)
         work = self._group.all_gather(gathered, message)
+        work.label = "replicas"
         return _Check(self._num_steps - 1, tensors, digests, options, gathered, work, events)
 
     def _tensors_and_options(

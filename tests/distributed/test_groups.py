@@ -236,6 +236,7 @@ def check_bad_objects(rank, world_size):
         assert raised.value.rank == bad
 
 
+@pytest.mark.timed
 def test_bad_objects(pools):
     started = time.monotonic()
     pools.run(shm(3), check_bad_objects)

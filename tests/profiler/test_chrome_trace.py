@@ -264,7 +264,7 @@ def _coordination(rank, world_size):
 
 
 def test_messages_beside_the_buckets_are_told_apart(pool2):
-    assert pool2.run(_coordination)[0] == {"ready order", "buffers", "used parameters"}
+    assert pool2.run(_coordination)[0] == {"ready order", "buffers", "used parameters", "replicas"}
 
 
 def _before_any_step(rank, world_size, folder):

@@ -15,6 +15,7 @@ import torch
 
 from bagua.distributed import consensus
 from bagua.distributed.devices import common_device
+from bagua.distributed.process_group import COUNTS_FORWARDS
 from bagua.errors import InvalidArgument
 from bagua.federated.verbs.placement import Placement
 
@@ -118,9 +119,9 @@ def agree(placement: Placement, values: Sequence[Like], names: Sequence[str], ve
 
 
 def _subject_of(described: dict[str, str]) -> int:
-    """A number in 30 bits, not 0."""
+    """Returns a number below that of COUNTS_FORWARDS, and not 0."""
     digest = hashlib.sha256(repr(list(described.items())).encode()).digest()
-    return 1 + int.from_bytes(digest[:8], "little") % (2**30 - 1)
+    return 1 + int.from_bytes(digest[:8], "little") % (COUNTS_FORWARDS - 1)
 
 
 def clients_by_rank(placement: Placement) -> list[int]:

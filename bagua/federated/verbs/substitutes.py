@@ -132,6 +132,20 @@ def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(input > 0, input, weight * input)
 
 
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *rest: Any,
+    **options: Any,
+) -> torch.Tensor:
+    if padding_idx is None or max_norm is not None or not -len(weight) <= padding_idx < len(weight):
+        return functional.embedding(input, weight, padding_idx, max_norm, *rest, **options)
+    is_padding = torch.arange(len(weight), device=weight.device)[:, None] == padding_idx % len(weight)
+    return functional.embedding(input, torch.where(is_padding, weight.detach(), weight), None, None, *rest, **options)
+
+
 def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     is_there = -input.dim() <= dim < input.dim() and -input.shape[dim] <= index < input.shape[dim]
     return (references if is_there else torch).select_scatter(input, src, dim, index)
@@ -180,6 +194,8 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     # _prelu_kernel_backward under vmap adds up the gradients of the weights of all clients.
     functional.prelu: _prelu,
     torch.Tensor.prelu: _prelu,
+    # embedding under vmap forgets padding_idx in its derivative.
+    functional.embedding: _embedding,
     # index_fill of a tensor that all clients share has one client's value for all.
     torch.index_fill: references.index_fill,
     torch.Tensor.index_fill: references.index_fill,

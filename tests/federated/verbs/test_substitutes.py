@@ -155,6 +155,12 @@ def mean_under_vmap(name):
     return lambda p: vmap(loss, (None, 0))(p, Y).mean(0)
 
 
+def sum_of_embeddings(rows):
+    """Row 0 is the padding, so it has no gradient."""
+    indices = torch.tensor([[0, 1], [1, 0]])
+    return vmap(lambda w, i: functional.embedding(i, w, 0).sum())(rows.expand(2, *rows.shape), indices).sum()
+
+
 BUGS = {
     **{
         f"{name}, {way}": lambda name=name, way=way: (WAYS[way](mean_under_vmap(name))(W), expected(name, way))
@@ -166,6 +172,7 @@ BUGS = {
         torch.tensor(True),
     ),
     "prelu": lambda: (WAYS["models"](mean_under_vmap("prelu"))(W), expected("prelu", "models")),
+    "embedding": lambda: (grad(sum_of_embeddings)(MEAN[:, None])[0], torch.zeros_like(MEAN[:1])),
     "index_fill": lambda: (mean_under_vmap("index_fill")(W), expected("index_fill", "value")),
     "roll": lambda: (vmap(torch.roll, (0, None))(Y[:, 0, 0, 0], 1), Y[:, 0, 0, 0]),
     "select_scatter": lambda: (grad(mean_under_vmap("select_scatter"))(W), expected("select_scatter", "grad")),
