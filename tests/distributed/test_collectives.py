@@ -174,7 +174,8 @@ def check_movements_of_other_types(group):
         group.broadcast(array, 2).wait()
         np.testing.assert_array_equal(array, np.full((2, 3), 2, dtype=dtype))
     x = torch.zeros(4, dtype=torch.int16 if rank else torch.bfloat16)
-    with pytest.raises(bagua.InvalidArgument, match="broadcast #.* of 4 bfloat16.* 8 uint8|8 uint8.* of 4 bfloat16"):
+    # The first rank to see it has both calls in its error, and others may have that this rank has left the operation.
+    with pytest.raises((bagua.InvalidArgument, bagua.RemoteError), match="broadcast #.* of (4 bfloat16|8 uint8)"):
         group.broadcast(x, 0).wait()
 
 
