@@ -7,7 +7,10 @@ average of x_t over the neighbourhood. The primitive D_FP_S of the paper (arXiv 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +23,7 @@ from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.arguments import check_topology
 from bagua.distributed.process_group import Work
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 
 
 @dataclasses.dataclass
@@ -77,6 +80,8 @@ class Decentralized(ExchangedWeights):
         super().attach(training)
         self._num_exchanges = [0] * len(training.optimizers)
         self._pending: dict[int, _Exchange] = {}
+        # A program may end after a forward that no step has followed, while other ranks still need its weights.
+        training.group.before_close.append(functools.partial(_end_exchanges, weakref.ref(self)))
 
     def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         for index in range(len(self.training.optimizers)):
@@ -140,6 +145,13 @@ class Decentralized(ExchangedWeights):
         self.detach()
         super().load_state_dict(state)
         self._num_exchanges = list(state["num_exchanges"])
+
+
+def _end_exchanges(algorithm_ref: weakref.ref[Decentralized]) -> None:
+    algorithm = algorithm_ref()
+    if algorithm is not None:
+        with contextlib.suppress(BaguaError):  # a failure of the group is raised by what it ends
+            algorithm.detach()
 
 
 def _versions(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
