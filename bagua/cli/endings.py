@@ -109,7 +109,12 @@ class _AtFork(threading.local):
             _AtFork.active.restore()
             for number in signal.sigpending() & numbers:
                 signal.signal(number, signal.SIG_DFL)
-        self.in_parent()
+        try:
+            self.in_parent()
+        except BaseException as error:  # a handler raised it, and Python drops what a hook raises
+            number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def has_deferred(self, number: int) -> bool:
         """Returns True if the signal has come around a fork and will come again behind it."""

@@ -317,6 +317,26 @@ def test_a_rank_that_is_forked_has_not_the_handlers_of_the_launcher_and_loses_no
     assert {*ended} <= ({number} if number == signal.SIGTERM else {number, signal.SIGKILL})
 
 
+def forks_and_is_interrupted_in_the_hook(rank, world_size):
+    pending = signal.sigpending
+
+    def and_another():
+        found = pending()
+        os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    with Interrupts():
+        signal.sigpending = and_another
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+
+def test_a_rank_that_is_forked_loses_no_signal_that_comes_while_its_handlers_are_restored():
+    assert spawn(forks_and_is_interrupted_in_the_hook, 1, timeout=60) == [signal.SIGINT]
+
+
 def is_interrupted_at_forks(rank, world_size):
     """By a signal that comes when the fork is over and Python's hooks behind it are not."""
     os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
