@@ -9,8 +9,6 @@ constants is: a client that is somewhere else has only what was sent to it.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +23,6 @@ from bagua.federated.verbs.recomputation import Calls
 from bagua.federated.verbs.substitutes import in_clients
 from bagua.federated.verbs.traced import Trace, tracing
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LEVEL = "_bagua_level"  # an attribute: the level of the innermost client function that made the tensor
 # They give something other than a value that a gradient flows through.
 _READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
@@ -146,7 +142,7 @@ class ClosureCheck(TorchFunctionMode):
                 return  # another for every client
             if level <= self._level:
                 raise InvalidArgument(
-                    f"the client function uses a tensor of shape {shape} from around it{_place_of_use()}, over which a "
+                    f"the client function uses a tensor of shape {shape} from around it, over which a "
                     f"transform of torch.func runs: pass federated.broadcast(tensor) to {self._verb} as an argument"
                 )
             tensor = _functorch.get_unwrapped(tensor)
@@ -183,7 +179,7 @@ class TraceClosureCheck(ClosureCheck):
     def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
         if self is self._trace.closure_checks[-1]:
             raise InvalidArgument(
-                f"the client function uses a tensor of shape {list(tensor.shape)} from around it{_place_of_use()}, "
+                f"the client function uses a tensor of shape {list(tensor.shape)} from around it, "
                 f"which clients do not have: pass federated.broadcast(tensor) to {self._verb} as an argument"
             )
 
@@ -243,7 +239,7 @@ def _check_here(keyset: Any, value: torch.Tensor, level: int, shape: Sequence[in
     """At one level: those above the client function's are the function's own."""
     if value.requires_grad and torch.is_grad_enabled() and current_level() <= level:
         raise InvalidArgument(
-            f"the client function uses a tensor of shape {list(shape)} from around it{_place_of_use()}, and a gradient "
+            f"the client function uses a tensor of shape {list(shape)} from around it, and a gradient "
             f"leads to it: its derivative would be wrong. Pass federated.broadcast(tensor) to {verb} as an argument, "
             "or use tensor.detach()"
         )
@@ -282,14 +278,3 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 def _reads_attribute(function: Callable) -> bool:
     """Such as Tensor.shape.__get__."""
     return getattr(function, "__name__", "") == "__get__"
-
-
-def _place_of_use() -> str:
-    """The user's line that runs now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS)) and not file.startswith("<"):
-            return f" in {file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

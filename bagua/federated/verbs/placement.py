@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bagua.distributed import consensus, world
 from bagua.distributed.devices import StreamKey, current_stream
@@ -212,8 +211,10 @@ def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]
     token = _frames.set(within)
     _mirror.frames = within
     try:
+        # While a client function runs, collectives with other clients' ranks are refused.
+        checked = operations_checked(_check_operation) if frame.is_mapping else nullcontext()
         # In another thread a device's backward would see no frame.
-        with torch.autograd.set_multithreading_enabled(False), _in_client() if frame.is_mapping else nullcontext():
+        with torch.autograd.set_multithreading_enabled(False), checked:
             return function(*args, **kwargs)
     finally:
         _mirror.frames = before
@@ -277,25 +278,6 @@ def _check_operation(group: ProcessGroup) -> None:
     keys = [frame.placement.key for frame in _frames.get() if frame.is_mapping]
     if keys:
         check_group(group, keys)
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    if mapping():
-        raise InvalidArgument(
-            f"{type(optimizer).__name__} steps inside a client function, where parameters have no .grad: a step "
-            "changes nothing under torch.func. Use torch.func.grad and return the new values"
-        )
-
-
-@contextmanager
-def _in_client() -> Iterator[None]:
-    """Refuses collectives with other clients' ranks, and steps of optimizers, while a client function runs."""
-    handle = register_optimizer_step_pre_hook(_refuse_step)
-    try:
-        with operations_checked(_check_operation):
-            yield
-    finally:
-        handle.remove()
 
 
 @torch.compiler.assume_constant_result

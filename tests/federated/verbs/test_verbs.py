@@ -845,7 +845,7 @@ def test_a_gradient_through_a_closure_is_refused(body):
     program, lr = federated.program(body, clients=3), torch.tensor(0.5)
     assert torch.isfinite(program(X, lr)), "a constant may be used"
     for way, argument in ways_to_a_closure(body).values():
-        with pytest.raises(InvalidArgument, match=r"tensor of shape \[2?\] from around it in .*test_verbs.py:\d+"):
+        with pytest.raises(InvalidArgument, match=r"tensor of shape \[2?\] from around it, and a gradient"):
             way(argument)
     with torch.no_grad():
         program(X, lr.clone().requires_grad_())
@@ -1001,12 +1001,6 @@ def test_they_do_not_go_through_that_of_a_node():
             way(lr.expand(3))
 
 
-def step_of_torch(x, y):
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    torch.optim.SGD([parameter], lr=0.1).step()
-    return x
-
-
 # Of programs over two clients on a rank, for x [2] and y [2, 2], and what is said of them.
 MISTAKES = {
     "other clients": (lambda x, y: mean_loss(x, y[:1]), r"shape \[1, 2\] at \[1\], expected 2 as the first axis"),
@@ -1052,11 +1046,6 @@ MISTAKES = {
     "verbs at a client": (
         lambda x, y: federated.map_fn(lambda y: federated.reduce_sum(y), y),
         "reduce_sum inside a client function",
-    ),
-    "an optimizer": (lambda x, y: federated.map_fn(step_of_torch, (y, y)), "SGD.*inside a client function"),
-    "an optimizer in a node": (
-        lambda x, y: federated.map_reduce(step_of_torch, (y, y)),
-        "SGD.*inside a client function",
     ),
     "the same name": (
         lambda x, y: federated.program(mean_loss, clients=2)(x, y),
