@@ -79,22 +79,11 @@ class QAdam(torch.optim.Optimizer):
     ) -> None:
         if fused is not None and not isinstance(fused, bool):
             raise InvalidArgument(f"fused is {fused!r}, expected True, False or None")
-        options = {
-            "warmup_steps": warmup_steps,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "variance_floor": variance_floor,
-        }
-        given = {name: value for name, value in options.items() if value is not None}
+        options = zip(_DEFAULTS, (warmup_steps, betas, eps, weight_decay, variance_floor), strict=True)
+        given = {name: value for name, value in options if value is not None}
         check_options({"lr": lr, **given})
         # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
         super().__init__(params, {"lr": lr, **_DEFAULTS, **given, "given": given, "fused": fused})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("fused", None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as for any optimizer.

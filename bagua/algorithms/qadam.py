@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -185,21 +185,13 @@ class QAdam(CompressedGradients):
         return _Terms(exp_avg, options["betas"][0], options["weight_decay"], self.training.loss_scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Terms:
-    """The terms of a parameter's momentum, beside its gradient.
+class _Terms(NamedTuple):
+    """The terms of a parameter's momentum, beside its gradient."""
 
-    Attributes:
-        exp_avg: m; None where the parameter has not stepped yet.
-        beta: b1.
-        decay: the weight decay.
-        scale: S.
-    """
-
-    exp_avg: torch.Tensor | None
+    exp_avg: torch.Tensor | None  # None where the parameter has not stepped yet
     beta: float
     decay: float
-    scale: float | torch.Tensor
+    scale: float | torch.Tensor  # S
 
 
 def _listed(names: Sequence[str]) -> str:
