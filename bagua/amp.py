@@ -13,7 +13,6 @@ import torch
 
 from bagua.data_parallel.handle import BaguaHandle, handles_stepped_by
 from bagua.distributed.process_group import ProcessGroup, ReduceOp
-from bagua.distributed.world import resolve
 
 __all__ = ["GradScaler"]
 
@@ -22,13 +21,13 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler whose ranks find Inf together, as FSDP's ShardedGradScaler does.
 
     torch's own works as under DDP where gradients are exchanged: all ranks have the same ones. With algorithms that
-    exchange weights a rank has gradients of its own, and this class makes all ranks skip a step that one of them would
-    skip, by one message of four bytes per step. Where error feedback, ``powersgd`` or ``qadam`` remember something in
-    the unit of gradients, it is rescaled when the scale changes; with torch's own it is off by the ratio for one step.
+    exchange weights a rank has gradients of its own, and this class makes the ranks of the model skip a step that one
+    of them would skip, by one message of four bytes per step; under ``async``, whose ranks do not wait for one another,
+    each skips by itself. Where error feedback, ``powersgd`` or ``qadam`` remember something in the unit of gradients,
+    it is rescaled when the scale changes; with torch's own it is off by the ratio for one step.
 
     Args:
         args, kwargs: as for torch.amp.GradScaler: device, init_scale, growth_factor, ...
-        group: the ranks that skip together; all by default.
 
     Example:
         >>> scaler = bagua.amp.GradScaler("cpu")
@@ -36,9 +35,8 @@ class GradScaler(torch.amp.GradScaler):
         >>> scaler.step(optimizer); scaler.update()
     """
 
-    def __init__(self, *args: Any, group: ProcessGroup | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._group = group
         self._handles: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()  # of what was stepped since the last update
 
     def _unscale_grads_(
@@ -47,12 +45,13 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         handles = handles_stepped_by(optimizer)
         self._handles.update(handles)
-        group = resolve(self._group)
-        if group.size == 1 or _are_equal_on_all_ranks(optimizer, handles):
+        groups = [] if _are_equal_on_all_ranks(optimizer, handles) else _ranks_in_step(handles)
+        if not groups:
             return found
         flags = [flag.to(found_inf.device) for flag in found.values()] or [found_inf]
         together = torch.stack(flags).amax(0, keepdim=True)
-        group.all_reduce(together, ReduceOp.MAX, label="found_inf", blocking=True).wait()
+        for group in groups:
+            group.all_reduce(together, ReduceOp.MAX, label="found_inf", blocking=True).wait()
         for flag in found.values():
             flag.copy_(together[0])
         return found or {found_inf.device: together[0]}
@@ -72,13 +71,14 @@ class GradScaler(torch.amp.GradScaler):
         return self._scale.item() if self._scale.is_cpu else self._scale.clone()
 
 
+def _ranks_in_step(handles: list[BaguaHandle]) -> list[ProcessGroup]:
+    """Returns the groups of models whose ranks step in turn."""
+    return [one.group for one in handles if one.group.size > 1 and one.algorithm.is_lockstep]
+
+
 def _are_equal_on_all_ranks(optimizer: torch.optim.Optimizer, handles: list[BaguaHandle]) -> bool:
     """Returns True if all gradients that the optimizer steps with are exchanged by wrapped models."""
-    exchanged = {
-        id(parameter)
-        for handle in handles
-        if handle.reducer.sends_gradients
-        for parameter in handle.reducer.storage.parameters
-    }
+    reducers = (handle.reducer for handle in handles if handle.reducer.sends_gradients)
+    exchanged = {id(parameter) for reducer in reducers for parameter in reducer.storage.parameters}
     parameters = (parameter for options in optimizer.param_groups for parameter in options["params"])
     return all(id(parameter) in exchanged for parameter in parameters if parameter.requires_grad)

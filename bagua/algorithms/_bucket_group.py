@@ -74,12 +74,12 @@ class _UnderWay:
 
     Attributes:
         bucket: the one whose ``communicate`` runs.
-        num_forwards: what the first all_reduce of a backward carries, so that ranks which are in different steps get an
+        subject: what the first all_reduce of a backward carries, so that ranks which are in different steps get an
             error; 0 once it has left.
     """
 
     bucket: Bucket | None = None
-    num_forwards: int = 0
+    subject: int = 0
 
 
 class BucketGroup:
@@ -183,9 +183,8 @@ class BucketGroup:
             if feedback is not None and codec is not None:
                 residuals = bucket.residuals(feedback, codec, hierarchical)
         subject = 0
-        if self._now.num_forwards and not self._is_subgroup:
-            subject = COUNTS_FORWARDS + self._now.num_forwards % COUNTS_FORWARDS
-            self._now.num_forwards = 0
+        if not self._is_subgroup:
+            subject, self._now.subject = self._now.subject, 0
         work = self.process_group.all_reduce(
             tensor if bucket is None else bucket.memory(with_gradients=parts is None),
             op,
@@ -295,9 +294,9 @@ class BucketGroup:
 
     # --- from the reducer
 
-    def begin_backward(self, num_forwards: int) -> None:
-        """The first all_reduce from here on carries the number of forwards of this training."""
-        self._now.num_forwards = num_forwards if self.size > 1 else 0
+    def begin_backward(self, num_forwards: int, is_training: bool) -> None:
+        """The first all_reduce from here on carries the number of the model's forwards in that mode."""
+        self._now.subject = COUNTS_FORWARDS + (2 * num_forwards + is_training) % COUNTS_FORWARDS
 
     def begin(self, bucket: Bucket) -> None:
         """Assigns what is started until ``pause`` to ``bucket``, whose communication begins or continues."""

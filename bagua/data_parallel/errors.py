@@ -144,11 +144,10 @@ def nonfinite(buckets: Sequence[Bucket]) -> InvalidArgument:
     )
 
 
-def unseen_step(index: int, kind: str, algorithm_name: str, rank: int) -> InvalidArgument:
-    """The error of weights that have changed without a step of the optimizer that was passed to with_bagua."""
-    return InvalidArgument(
-        f"rank {rank}: weights of optimizers[{index}] ({kind}) have changed since the last forward without a step of "
-        f"it. Algorithm {algorithm_name!r} exchanges weights at the steps of the optimizers that were passed to "
-        "with_bagua: after making an optimizer anew, or loading weights between two forwards, call it again",
-        rank=rank,
+def unseen_step(index: int, kind: str, algorithm_name: str) -> str:
+    """The warning of weights that have changed without a step of the optimizer that was passed to with_bagua."""
+    return (
+        f"weights of optimizers[{index}] ({kind}) have changed since the last forward without a step of it. Algorithm "
+        f"{algorithm_name!r} exchanges weights at the steps of the optimizers that were passed to with_bagua, and no "
+        "others: call with_bagua again after making an optimizer anew"
     )

@@ -307,9 +307,10 @@ def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
 
 
 def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
-    """Returns the handles of the wrapped models of which ``optimizer`` steps a parameter, in no order."""
-    stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
-    return [handle for handle in _attached if not stepped.isdisjoint(map(id, handle.reducer.storage.parameters))]
+    """Returns the handles of the wrapped models of which ``optimizer`` steps a parameter, in its order of these."""
+    handle_of_parameter = {id(p): handle for handle in _attached for p in handle.reducer.storage.parameters}
+    stepped = (id(parameter) for options in optimizer.param_groups for parameter in options["params"])
+    return list(dict.fromkeys(handle_of_parameter[one] for one in stepped if one in handle_of_parameter))
 
 
 def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:

@@ -22,6 +22,7 @@ import copy
 import sys
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class Reducer:
         always_broadcasts: True to broadcast while weights are exchanged as well.
         find_unused_parameters: True if a backward may leave parameters out.
         raises_nonfinite: True if NaN and Inf in the result of a backward are an error.
-        replica_check: compares the ranks now and then, while gradients are exchanged, or None.
+        replica_check: compares the ranks now and then.
         earlier: the reducer of an earlier wrap of the same model, whose step count and ready order continue.
     """
 
@@ -71,7 +72,7 @@ class Reducer:
         always_broadcasts: bool,
         find_unused_parameters: bool,
         raises_nonfinite: bool,
-        replica_check: ReplicaCheck | None,
+        replica_check: ReplicaCheck,
         earlier: Reducer | None = None,
     ) -> None:
         self.storage, self.algorithm, self.group = storage, algorithm, group
@@ -89,6 +90,8 @@ class Reducer:
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._bucket_group.checks_results = raises_nonfinite or self.states.are_described
         self.training = Training(self._bucket_group, tuple(optimizers))
+        if earlier is not None:
+            self.training.loss_scale = earlier.training.loss_scale
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
         self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
@@ -105,15 +108,15 @@ class Reducer:
         self._machine = machine = _C.StepMachine(len(self.storage.parameters), self._finds_unused)
         self._stages: list[str] = []
         self._num_forwards = [0, 0]  # synchronising ones since here, of which all ranks are: in eval(), in train()
-        self._is_training = True  # the mode of the last one
-        self._num_open_forwards = 0  # since the last synchronising backward: their graphs may be alive
+        self._is_training = True  # the mode of the last one, or of the one whose backward runs
+        self._num_open_forwards = 0  # those without a backward so far: their graphs may be alive
         self._is_stepping = False  # a step of an optimizer is under way, of an algorithm that exchanges weights
         if order is not None:
             machine.agree(order)
 
     # --- forward -------------------------------------------------------------------------------
 
-    def before_forward(self, is_training: bool) -> None:
+    def before_forward(self) -> None:
         """A forward of the model begins. Without gradients (evaluation) it concerns no other rank."""
         # An open step means that a checkpoint recomputes the forward inside backward.
         if not torch.is_grad_enabled() or self._machine.is_open:
@@ -123,30 +126,38 @@ class Reducer:
         self._lay_out_if_agreed()
         self._local_ns = None
         if self.synchronises:
-            self._is_training = is_training
-            self._num_forwards[is_training] += 1
-            self._num_open_forwards += 1
             self._check_unseen_steps()
             if not self._is_stepping:
                 with self.recorder.hook("before_forward"), self._algorithm("before_forward"):
                     self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
         self._forward_ns = time.monotonic_ns()
 
-    def after_forward(self) -> None:
-        """The forward has ended."""
-        if not self._machine.is_open:
-            self.recorder.add_compute("forward", self._forward_ns, time.monotonic_ns())
+    def after_forward(self, is_training: bool) -> None:
+        """A forward with gradients has returned."""
+        if self._machine.is_open:
+            return
+        self.recorder.add_compute("forward", self._forward_ns, time.monotonic_ns())
+        self._num_open_forwards += 1
+        if self.synchronises:
+            self._is_training = is_training
+            self._num_forwards[is_training] += 1
 
     # --- backward ------------------------------------------------------------------------------
 
     @torch._disable_dynamo
-    def backward_begins(self, output_grad: torch.Tensor) -> None:
-        """Autograd has reached an output of the model. Parameters may stay out: it can be autograd.grad()."""
+    def backward_begins(self, is_training: bool, output_grad: torch.Tensor) -> None:
+        """Autograd has reached an output of the model. Parameters may stay out: it can be autograd.grad().
+
+        Args:
+            is_training: the mode of the forward that has made the output.
+        """
         if not self.synchronises:
             if self._local_ns is None:
                 self._local_ns = time.monotonic_ns()
+                self._num_open_forwards -= self._num_open_forwards > 0
                 torch.autograd.Variable._execution_engine.queue_callback(self._local_ends)
         elif not self._machine.is_open:
+            self._is_training = is_training
             self._open(-1)
             self._began_at_output = True
 
@@ -207,7 +218,7 @@ class Reducer:
         self._zero_copy.begin()
         if self.sends_gradients:
             self.states.begin_backward()
-            self._bucket_group.begin_backward(self._num_forwards[self._is_training])
+            self._bucket_group.begin_backward(self._num_forwards[self._is_training], self._is_training)
         self._begin_ns = time.monotonic_ns()
         # The one place that asks the engine for the end of a backward. The engine drops the callback without calling it
         # when backward raises, and EndOfBackward notices.
@@ -380,9 +391,10 @@ class Reducer:
             raise
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
-        if self.replica_check is not None and self.sends_gradients:
+        if self.sends_gradients or self.replica_check.is_asked_for:
             self.replica_check.finish()
-            work = self.replica_check.begin(buffers=self.buffers is not None)
+            has_buffers = self.sends_gradients and self.buffers is not None
+            work = self.replica_check.begin(parameters=self.sends_gradients, buffers=has_buffers)
             if work is not None:
                 self._name(work)
         if self.storage.memory.is_cpu:
@@ -395,7 +407,7 @@ class Reducer:
             self._carry_out()
         if self.buffers is not None:
             self.buffers.finish(may_write=self._num_open_forwards <= 1)
-        self._num_open_forwards = 0
+        self._num_open_forwards -= self._num_open_forwards > 0
         if self.sends_gradients:
             is_sum = self.group.size > 1 and any(bucket.declaration.is_sum for bucket in self.storage.buckets)
             self._sums = "held" if is_sum else ""
@@ -461,16 +473,16 @@ class Reducer:
         return [bucket for bucket in self.storage.buckets if bucket.optimizer_index == index]
 
     def _check_unseen_steps(self) -> None:
-        """Raises if weights have changed since the last forward, and its backward, but no optimizer of with_bagua has
-        stepped."""
+        """Warns if weights have changed since the last forward, and its backward, but no optimizer of with_bagua has
+        stepped. A program may change them by itself, as a step that a GradScaler skips and an average of weights do."""
         if self.algorithm.exchanges != "weights" or self.group.size == 1 or self._is_stepping:
             return
         for index, optimizer in enumerate(self.training.optimizers):
             now = (self._version_of(index), self.num_steps)
             version, num_steps = self._seen.setdefault(index, now)
             if version != now[0] and num_steps != now[1]:
-                error = errors.unseen_step(index, type(optimizer).__name__, self.algorithm.name, self.group.rank)
-                raise poisoned(self.group, error)
+                text = errors.unseen_step(index, type(optimizer).__name__, self.algorithm.name)
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
             self._seen[index] = now
 
     def _version_of(self, index: int) -> int:

@@ -90,6 +90,9 @@ class ReplicaCheck:
         setting: equal on all ranks. "auto": after the second step, and from then on as seldom as it takes to cost less
             than 0.1% of the time (1 to 1000 steps); an error where ranks differ. "warn": a warning in the log instead.
             A number: every so many steps; an error. False: never.
+
+    Attributes:
+        is_asked_for: True if the setting is a number, which counts while weights are exchanged, too.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class ReplicaCheck:
         self._model, self._optimizers, self._group = model, tuple(optimizers), group
         self._raises, self._is_on = setting != "warn", setting is not False and group.size > 1
         self._interval = setting if type(setting) is int else None
+        self.is_asked_for = self._interval is not None
         self._num_steps = 0  # that have begun
         self._due: int | None = self._interval or _NUM_STEPS_BEFORE  # None: until the message has said it
         self._measured = (0, 0.0)  # the step and the time from which on steps are measured
@@ -287,7 +291,7 @@ class ReplicaCheck:
             num_different += int((~is_same).sum())
         everyone = self._group.all_gather_plain((float(torch.stack(largest).max()), num_different))
         return [
-            f"in {num} of {own.numel()} elements by at most {distance:.3g}" if num else "no longer, or in no value,"
+            f"in {num} of {own.numel()} elements by at most {distance:.3g}" if num else "in no value by now"
             for distance, num in everyone
         ]
 

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import functools
 import inspect
 import sys
 import weakref
@@ -71,7 +72,8 @@ def with_bagua(
 
     Args:
         model: a module whose trainable parameters are on one device, the CPU or a GPU. Train it through ``model(...)``,
-            as many forwards on each rank. What torch.compile has compiled so far is compiled anew at its next call.
+            the same number of forwards on each rank. What torch.compile has compiled so far is compiled anew at its
+            next call.
         optimizers: those that step its parameters. Their state starts equal. Algorithms that exchange weights need all
             of them and work in their public step hooks; an optimizer that is made anew later is named at the next
             forward: call with_bagua again.
@@ -82,7 +84,7 @@ def with_bagua(
             it leaves early; those after it grow, each up to what went before, and the last ones shrink, each to half of
             what is left.
         find_unused_parameters: a backward may leave parameters out, even all. Costs one small message per step. Then
-            whatever runs backward from the model's output takes part, ``torch.autograd.grad`` too: all ranks do it.
+            all that runs backward from the model's output counts, ``torch.autograd.grad`` too: do it on all ranks.
         broadcast_buffers: whether rank 0's buffers are sent at the end of each synchronising backward. By default they
             are while gradients are synchronised; while weights are exchanged each rank keeps its own.
         nonfinite: NaN and Inf of any rank reach all ranks. "pass": as gradients, which a GradScaler or the program
@@ -90,7 +92,7 @@ def with_bagua(
         check_replicas: ranks that should be equal and are not get an error that names the first parameter, buffer or
             option of an optimizer that differs. "auto": after the second step, and then as often as costs below 0.1% of
             the training. A number: every so many steps. "warn": as "auto", with a warning instead. False: never. While
-            weights are exchanged the ranks are not compared.
+            weights are exchanged only a number compares, and options only.
         options: the algorithm's own.
 
     Raises:
@@ -130,10 +132,10 @@ def with_bagua(
         optimizer_of = {}
         if chosen.exchanges == "weights":
             optimizer_of = optimizers_of_parameters(model, optimizers, chosen.name)
-        if broadcast_buffers and not chosen.is_lockstep:
+        waits = {"broadcast_buffers": broadcast_buffers, "check_replicas": type(check_replicas) is int}
+        for name in (name for name, is_asked_for in waits.items() if is_asked_for and not chosen.is_lockstep):
             raise InvalidArgument(
-                f"broadcast_buffers=True makes the ranks wait for one another in every backward, which algorithm "
-                f"{chosen.name!r} avoids; leave it out"
+                f"{name} makes the ranks wait for one another, which algorithm {chosen.name!r} avoids; leave it out"
             )
         if nonfinite not in ("pass", "raise") or (nonfinite == "raise" and chosen.exchanges == "weights"):
             expected = '"pass" or "raise"' if chosen.exchanges == "gradients" else f'"pass" for {chosen.name!r}'
@@ -321,7 +323,7 @@ class _InnerModuleHook(_ModuleHook):
 
 def _before_forward(reducer: Reducer, module: torch.nn.Module, args: tuple) -> None:
     if not _trains_nothing():
-        reducer.before_forward(module.training)
+        reducer.before_forward()
 
 
 _MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -342,10 +344,11 @@ def _after_forward(reducer: Reducer, module: torch.nn.Module, args: tuple, outpu
     A checkpoint with use_reentrant=True runs a backward inside backward, whose end is not the end.
     """
     if torch.is_grad_enabled() and not _trains_nothing():
-        reducer.after_forward()
+        reducer.after_forward(module.training)
+        begins = functools.partial(reducer.backward_begins, module.training)
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:  # a leaf would keep the hook for ever
-                tensor.register_hook(reducer.backward_begins)
+                tensor.register_hook(begins)
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

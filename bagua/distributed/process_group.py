@@ -297,7 +297,7 @@ class ProcessGroup:
         """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals.
 
         ``subject`` is a number, to 2**30 - 1, for what it is about: ranks with different ones raise. From
-        ``COUNTS_FORWARDS`` on it counts the forwards of a training, and messages say so.
+        ``COUNTS_FORWARDS`` on it is twice the number of a model's forwards, plus 1 in train(); messages say so.
         """
         self.check()
         data, copy_back = prepare(tensor, "tensor")

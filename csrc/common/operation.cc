@@ -70,7 +70,8 @@ std::string describe(const Operation& operation) {
   }
   const uint32_t subject = operation.variant >> kSubjectShift & kMaxSubject;
   if ((subject & kCountsForwards) != 0) {
-    text += " after " + std::to_string(subject & ~kCountsForwards) + " forwards of the model";
+    text += " after " + std::to_string((subject & ~kCountsForwards) / 2) + " forwards of the model";
+    if (subject % 2 == 0) text += " in eval()";
   } else if (subject != 0) {
     text += " about subject " + std::to_string(subject);
   }

@@ -116,6 +116,45 @@ def test_a_parameter_of_no_wrapped_model_counts_too(pool2, algorithm):
     pool2.run(_of_another, args=(algorithm,))
 
 
+def _in_groups_of_their_own(rank, world_size):
+    """Two models with a rank each, and another number of steps; and a parameter that rank 0 trains alone."""
+    with process_group():
+        groups = [bagua.new_group([one]) for one in range(world_size)]
+        models = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
+        scaler = bagua.amp.GradScaler("cpu", init_scale=4.0)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        bagua.with_bagua(models[0], optimizers[0], algorithm="local_sgd", group=groups[rank])
+        for optimizer, model in zip(optimizers, models, strict=True):
+            for _ in range(2 + rank):
+                scaler.scale(model(torch.ones(4)).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+def test_only_the_ranks_of_a_model_skip_together(pool2):
+    pool2.run(_in_groups_of_their_own)
+
+
+def _at_its_own_pace(rank, world_size):
+    """An infinity of rank 1 skips its step alone, and no rank waits for the other's steps."""
+    with process_group():
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model = bagua.with_bagua(model, optimizer, algorithm="async_averaging", warmup_steps=0)
+        scaler = bagua.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(3 * (1 + rank)):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(4)).sum() * (float("inf") if rank else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        model.bagua.remove()
+        return scaler.get_scale()
+
+
+def test_ranks_that_do_not_wait_skip_by_themselves(pool2):
+    assert pool2.run(_at_its_own_pace) == [4.0, 4.0 / 2**6]
+
+
 def _hooks_of_an_algorithm(rank, world_size, algorithm):
     with process_group():
         calls = []

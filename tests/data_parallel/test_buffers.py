@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,38 @@ def _two_forwards(rank, world_size, writes_in_place):
 def test_what_autograd_has_saved_is_not_written_to(pool2, writes_in_place):
     """Only the other rank's gradient is that of the forward if the program itself writes to the buffer on rank 0."""
     pool2.run(_two_forwards, args=(writes_in_place,))
+
+
+def _forwards_ahead(rank, world_size, local):
+    """A forward of the next step, and one in no_sync, keep the buffer that they have read, too."""
+    with process_group():
+        model = bagua.with_bagua(Scaled())
+        x = torch.tensor([3.0, 5.0])
+
+        def forward(scale):
+            if rank == 0:
+                model.scale = torch.full((2,), scale)
+            read = model.scale.clone()
+            return model(x).sum(), read
+
+        with model.no_sync() if local else contextlib.nullcontext():
+            ahead = forward(2.0)
+        for step in range(3):
+            new = forward(3.0 + step)
+            (loss, read), ahead = (new, ahead) if local else (ahead, new)
+            model.zero_grad()
+            loss.backward()
+            everyone = bagua.get_default_group().all_gather_plain(read.tolist())
+            assert model.weight.grad.tolist() == (x * torch.tensor(everyone).mean(0)).tolist()
+        with model.no_sync():
+            model.zero_grad()
+            ahead[0].backward()
+        assert model.weight.grad.tolist() == (x * ahead[1]).tolist()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_what_a_forward_ahead_has_saved_is_not_written_to(pool2, local):
+    pool2.run(_forwards_ahead, args=(local,))
 
 
 class Sized(nn.Module):

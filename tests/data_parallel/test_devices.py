@@ -126,7 +126,7 @@ def _check_scaled_waits(group):
         for optimizer_class in {options.get("optimizer", torch.optim.SGD), options.get("optimizer", _Fused)}:
             own = {**options, "optimizer": optimizer_class, "check_replicas": False}
             model, optimizer, device = _make(group, emulated.NAME, **own)
-            scaler = bagua.amp.GradScaler(device.type, init_scale=8.0, growth_interval=2, group=group)
+            scaler = bagua.amp.GradScaler(device.type, init_scale=8.0, growth_interval=2)
             for step in range(4):
                 optimizer.zero_grad()
                 loss = scaler.scale(model(_inputs(group.rank, step, device)).square().mean())

@@ -34,7 +34,8 @@ def _input_of(rank, step):
 
 
 def _one_rank_is_ahead(rank, world_size, algorithm, how):
-    """Rank 1 misses the exchange of batch 3; no gradient that arrives is of two batches."""
+    """Rank 1 misses the exchange of batch 3; no gradient that arrives is of two batches. "in turns": each batch in the
+    other mode."""
     with process_group():
         model = One()
         optimizer = make_optimizer(algorithm, model, lr=0.0)
@@ -47,8 +48,9 @@ def _one_rank_is_ahead(rank, world_size, algorithm, how):
                 if is_missed and how == "forward":
                     continue
                 optimizer.zero_grad()
+                model.train(how != "in turns" or step % 2 == 1)
                 output = model(_input_of(rank, step))
-                if is_missed and how == "backward":
+                if is_missed and how in ("backward", "in turns"):
                     continue
                 (output.free if is_missed and how == "unseen" else output.y).sum().backward()
                 if not is_missed:
@@ -98,3 +100,39 @@ def _other_forwards(rank, world_size, algorithm):
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
 def test_forwards_of_one_rank_that_are_no_training(pool2, algorithm):
     pool2.run(_other_forwards, args=(algorithm,))
+
+
+def test_a_missed_backward_where_the_mode_alternates(pool2):
+    for steps, message in pool2.run(_one_rank_is_ahead, args=("gradient_allreduce", "in turns")):
+        assert steps == [0, 1, 2]
+        assert "after 2 forwards of the model" in message and "after 3 forwards of the model in eval()" in message
+
+
+class Raises(One):
+    """Returns a tensor, or raises."""
+
+    def forward(self, x):
+        if x is None:
+            raise ValueError("no batch")
+        return super().forward(x).y
+
+
+def _between_forward_and_backward(rank, world_size):
+    """An evaluation between them on one rank alone, and a forward that raises: neither counts."""
+    with process_group():
+        model = bagua.with_bagua(Raises())
+        for step in range(4):
+            model.zero_grad()
+            loss = model(_input_of(rank, step)).sum()
+            if rank == 1:
+                model.eval()
+                model(_input_of(rank, 99))
+                model.train()
+                with pytest.raises(ValueError, match="no batch"):
+                    model(None)
+            loss.backward()
+            assert float(model.weight.grad[0, 0]) == _mean_of(step, world_size)
+
+
+def test_what_comes_between_a_forward_and_its_backward(pool2):
+    pool2.run(_between_forward_and_backward)

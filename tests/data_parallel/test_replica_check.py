@@ -23,6 +23,7 @@ from bagua.data_parallel.replica_check import ReplicaCheck
 from bagua.distributed.process_group import ReduceOp
 from bagua.testing import world
 from tests import accelerator
+from tests.conformance.training import batch, loss_of, make_net, make_optimizer, process_group
 from tests.warned import warned
 
 NUMEL = 4 * 8
@@ -128,7 +129,7 @@ FAULTS = {
     runs_a_schedule: r"lr of parameter group 0 of optimizer 0 is 0\.1 on ranks? [0, 1]+ and 0\.05 on",
     restores: WEIGHTS_DIFFER,
     # Rank 0's have come meanwhile.
-    changes_a_buffer: r"buffer '1\.running_var' differs from rank 0's no longer, or in no value, on",
+    changes_a_buffer: r"buffer '1\.running_var' differs from rank 0's in no value by now on",
 }
 
 
@@ -269,7 +270,7 @@ def test_the_sign_of_0_counts():
         with torch.no_grad():
             training.model[0].weight[0] = -0.0 if rank else 0.0
 
-    assert "parameter '0.weight' differs from rank 0's no longer, or in no value, on rank 1" in _changed(change)
+    assert "parameter '0.weight' differs from rank 0's in no value by now on rank 1" in _changed(change)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64, torch.complex64])
@@ -518,3 +519,27 @@ def _waits(rank, world_size):
 
 def test_the_host_does_not_wait_for_a_device(pair_on_emulated):
     pair_on_emulated.run(_waits)
+
+
+def _options_of_weights(rank, world_size, algorithm):
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer(algorithm, model)
+        model = bagua.with_bagua(model, optimizer, algorithm=algorithm, check_replicas=2)
+        for step in range(6):
+            loss_of(model, batch(rank, step)).backward()
+            if step == 1 and rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_number_compares_options_while_weights_are_exchanged(pool2):
+    """The weights may differ, and are not looked at."""
+    with pytest.raises(InvalidArgument, match=r"lr of parameter group 0 of optimizer 0 is .* and 0.5 on rank 1"):
+        pool2.run(_options_of_weights, args=("local_sgd",))
+
+
+def test_a_number_is_refused_where_ranks_do_not_wait_for_one_another(pool2):
+    with pytest.raises(InvalidArgument, match="check_replicas makes the ranks wait .* 'async_averaging' avoids"):
+        pool2.run(_options_of_weights, args=("async_averaging",))

@@ -2,7 +2,8 @@
 
 The programs that ran and autocast are put back, and so is the state of random number generators. Whatever else a
 function takes from around it cannot be put back: a loop's variable, a counter, a tensor that is written into. So the
-operations of each run are compared with those of the first one, and a derivative of another function is refused.
+operations of each run are compared with those of the first one, and a derivative of another function is refused. A
+write through ``.data`` and a change of the order of operands are not seen.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _is_same(before: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, i
     if before[0].shape != now[0].shape or before[0].dtype != now[0].dtype:
         return False
     with temporarily_clear_interpreter_stack():
-        return torch.allclose(before[0].detach(), now[0].detach(), equal_nan=True)
+        return torch.allclose(before[0].detach(), now[0].detach(), atol=0.0, equal_nan=True)
 
 
 def _numbers_in(value: Any) -> Any:
