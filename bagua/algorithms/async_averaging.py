@@ -52,7 +52,7 @@ _numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakK
 
 @dataclasses.dataclass
 class _Round:
-    """From the snapshot to the last correction of the weights."""
+    """A round, from the snapshot to the last correction of the weights."""
 
     works: dict[int, Work]  # by bucket, of those that are not corrected yet
     intentions: torch.Tensor  # by rank; once `end` is completed

@@ -130,7 +130,7 @@ def _followed(error: BaseException, rank: str) -> tuple[int, str] | None:
 
 
 def _write_down(error: BaseException, followed: tuple[int, str] | None) -> None:
-    """In the format of torch's ErrorHandler.record_exception, with a finer time and what this rank knows of it."""
+    """Writes the format of torch's ErrorHandler.record_exception, with a finer time and what this rank knows of it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

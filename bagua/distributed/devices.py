@@ -132,7 +132,7 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 
 def use_stream(stream: torch.Stream) -> None:
-    """From here on the calling thread's operations run on this stream of this device."""
+    """Runs the calling thread's operations on this stream of this device from here on."""
     torch.accelerator.set_stream(stream)
 
 

@@ -225,7 +225,7 @@ class Residuals:
     owner_out: torch.Tensor
 
     def addresses(self, data: torch.Tensor) -> tuple[int, int, int, int, int]:
-        """In the core's form, for an operation on `data`. A rank that encodes nothing has empty ones.
+        """Returns the core's form, for an operation on `data`. A rank that encodes nothing has empty ones.
 
         Raises:
             InvalidArgument: their sizes do not fit, or they are not contiguous, not of one type or on another device.

@@ -137,7 +137,7 @@ class HostProbe:
         return bool(poller.poll(0)) and self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS
 
     def close(self) -> None:
-        """To whoever is there, an unauthenticated peer that ends."""
+        """Closes the connection; the host takes it for one of a stranger."""
         self._sock.close()
 
 
@@ -204,7 +204,7 @@ def _new_socket(family: int) -> socket.socket:
 
 
 def _watch_host(sock: socket.socket, silence_s: float) -> None:
-    """Until the core has the connection: a host that dies meanwhile would never be heard of again."""
+    """Watches the link until the core has it: a host that dies meanwhile would never be heard of again."""
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):  # a peer that is stopped sends nothing, its host does
         sock.setsockopt(socket.IPPROTO_TCP, option, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -212,7 +212,7 @@ def _watch_host(sock: socket.socket, silence_s: float) -> None:
 
 
 def _unwatch_host(sock: socket.socket) -> None:
-    """From here on the link's heartbeats tell; a receiver may be slow for as long as it likes."""
+    """Leaves it to the link's heartbeats; a receiver may be slow for as long as it likes."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)

@@ -220,7 +220,7 @@ class _PeerState:
         self._is_doubted = False
 
     def end_probe(self) -> None:
-        """After an attempt."""
+        """Ends an attempt."""
         if self._probe is not None:
             self._probe.close()
             self._probe = None
@@ -252,7 +252,7 @@ class _PeerState:
     def failed(
         self, error: OSError | TransportError, attempt: Attempt, missing: list[RegisteredGroup], peer: int
     ) -> None:
-        """After an attempt that failed."""
+        """Decides after an attempt that failed."""
         now = time.monotonic()
         if exhausted_error(error, None) is not None:
             for group in missing:

@@ -440,7 +440,7 @@ class Endpoint:
                 group.core.poison(_not_accepting(error, group.rank_here))
 
     def _attach_if_complete(self, key: str, peer: int) -> None:
-        """Under the lock. A channel waits for its group, for its other connections and for the link."""
+        """A channel, under the lock, waits for its group, for its other connections and for the link."""
         group = self._groups.get(key)
         if group is None or not self._incoming[key, peer].is_complete or not self._process.is_linked(peer):
             return

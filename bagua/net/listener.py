@@ -48,7 +48,7 @@ class IncomingChannel:
 
     @classmethod
     def announced(cls, about: dict, is_unix: bool) -> IncomingChannel:
-        """From the dialer's description of itself: it knows the secret, but may be of another version, or broken.
+        """Reads the dialer's description of itself: it knows the secret, but may be of another version, or broken.
 
         Raises:
             TransportError: a field is missing, of another type or out of its range.

@@ -515,7 +515,7 @@ class _RendezvousStore:
         return None, self._store.get("fault") if self._store.check(["fault"]) else None, False
 
     def _raise_fault(self, fault: bytes) -> NoReturn:
-        """With what publish_fault has written, or anybody else."""
+        """Raises what publish_fault, or another writer, has written."""
         named = re.match(rb"(\d{1,7}|-) ", fault)
         rank = int(named[1]) if named and named[1] != b"-" else self._world_size
         message = _readable(fault[named.end() :] if named else fault)

@@ -34,7 +34,7 @@ class StallCount:
         self._last = time.monotonic()
 
     def look(self) -> None:
-        """Between two pieces."""
+        """Adds the time that the last piece took too long, if it did."""
         now = time.monotonic()
         if now - self._last > self._limit_s:
             self.total_s += now - self._last - self._piece_s

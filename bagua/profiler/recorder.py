@@ -55,11 +55,6 @@ class StepRecord:
         """Time since the end of the previous backward in which this rank did nothing but wait for communication."""
         return self.end_ns - self.wait_ns + self.hooks_ns
 
-    @property
-    def outside_ns(self) -> int:
-        """The same as ``hooks_ns``."""
-        return self.hooks_ns
-
 
 @dataclass(frozen=True, slots=True)
 class ExposedHook:

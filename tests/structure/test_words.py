@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bagua", "benchmarks", "examples", "scripts", "csrc", "rust_core/src")
 COMMENT_MARKS = {".py": "#", ".sh": "#", ".cc": "//", ".h": "//", ".cu": "//", ".rs": "//"}
 OPENERS = {
-    "docstrings": "what whether who whom whose how which where when why of that those as by for nor or",
+    "docstrings": "what whether who whom whose how which where when why of that those as by for from to with nor or",
     "comments": "what who whose which where of that as by for nor or",
 }
 PERSONS = re.compile(r"\b(nobody|somebody|everybody)\b", re.IGNORECASE)
@@ -28,7 +28,7 @@ BUDGETS = {"docstrings": 0, "comments": 0, "persons": 17}
 
 def first_word(prose):
     """Returns the first word, in lower case; "" if the text begins with a symbol."""
-    return re.match(r"[a-z]*", prose.strip().lower())[0]
+    return re.match(r"[a-z_]*", prose.strip().lower())[0]
 
 
 def docstrings(source):

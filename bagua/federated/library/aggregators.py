@@ -63,11 +63,11 @@ class Step:
         return ()
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
-        """From placed values to placed values of the same shapes."""
+        """Turns placed values into placed values of the same shapes."""
         raise NotImplementedError
 
     def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
-        """From placed values ``[num_local, ...]`` to server values ``[...]``.
+        """Turns placed values ``[num_local, ...]`` into server values ``[...]``.
 
         Args:
             mask: ``[num_local]``, who takes part; the others' values are zeros. None: all.
@@ -75,7 +75,7 @@ class Step:
         raise NotImplementedError
 
     def at_server(self, value: Tree, state: State, total: torch.Tensor | int) -> tuple[Tree, State]:
-        """From server values to server values.
+        """Turns server values into server values.
 
         Args:
             total: the sum of the weights, or how many clients take part.
@@ -304,7 +304,7 @@ class Robust(Step):
         return pytree.tree_unflatten([self._middle(leaf, number) for leaf in ordered], structure)
 
     def _middle(self, ordered: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """From ``[n, ...]``, of which the first `number` count."""
+        """Reduces ``[n, ...]``, of which the first `number` count."""
         begin, end = self._kept(number)
         positions = torch.arange(ordered.shape[0], device=ordered.device)
         is_kept = (positions >= begin) & (positions < end)
@@ -567,7 +567,7 @@ def along(vector: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def only_of(mask: torch.Tensor, value: Tree) -> Tree:
-    """With zeros for the clients that do not take part."""
+    """Returns the values with zeros for the clients that do not take part."""
     return pytree.tree_map(
         lambda leaf: torch.where(along(beside(leaf, mask), leaf), leaf, torch.zeros_like(leaf)), value
     )

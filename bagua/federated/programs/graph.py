@@ -52,7 +52,7 @@ class Value:
 
 
 class NumClients(NamedTuple):
-    """In the arguments of an operator: how many clients of that name there are where it runs."""
+    """A number in the arguments of an operator: the clients of that name where it runs."""
 
     placement: str
 

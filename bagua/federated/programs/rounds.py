@@ -34,12 +34,12 @@ class Round:
 
     @property
     def bytes_down(self) -> int:
-        """To each client."""
+        """Sends to each client."""
         return sum(value.nbytes for value in self.sent_down)
 
     @property
     def bytes_up(self) -> int:
-        """From each client, in the values' own dtypes; masked sums are of integers, see secure_sum.py."""
+        """Receives from each client, in the values' own dtypes; masked sums are of integers, see secure_sum.py."""
         return sum(value.nbytes for node in self.up for value in node.args)
 
 

@@ -134,7 +134,7 @@ def _names(function: Callable, args: tuple) -> list[str]:
 
 
 class _Conversion:
-    """From torch's graph to ours.
+    """Turns torch's graph into ours.
 
     Args:
         run: the trace that it was made in.
@@ -389,7 +389,7 @@ def _converted(number: Any, dtype: torch.dtype, to: torch.dtype) -> Any:
 
 
 def _plain(argument: Any) -> Any:
-    """Without torch.fx's kinds of lists and dictionaries."""
+    """Returns the value without torch.fx's kinds of lists and dictionaries."""
     if isinstance(argument, dict):
         return {key: _plain(value) for key, value in argument.items()}
     if isinstance(argument, (list, tuple)):

@@ -155,7 +155,7 @@ def _select(args: tuple, shape: list[int], like: Any, clients: NumClients, n: in
 
 
 def _squeeze(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
-    """To dims that are named, for aten.squeeze.dims: at one client, the clients' axis has one element too."""
+    """Names the dims, for aten.squeeze.dims: at one client, the clients' axis has one element too."""
     if len(args) < 2:
         if n == 1:
             raise Mixed(

@@ -215,7 +215,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def _innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what torch.func has wrapped around it."""
+    """Returns the tensor without what torch.func has wrapped around it."""
     while _is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -236,7 +236,7 @@ def _nothing(value: torch.Tensor, level: int, shape: Sequence[int], verb: str) -
 
 
 def _check_here(keyset: Any, value: torch.Tensor, level: int, shape: Sequence[int], verb: str) -> torch.Tensor:
-    """At one level: those above the client function's are the function's own."""
+    """Checks one level: those above the client function's are the function's own."""
     if value.requires_grad and torch.is_grad_enabled() and current_level() <= level:
         raise InvalidArgument(
             f"the client function uses a tensor of shape {list(shape)} from around it, and a gradient "

@@ -270,7 +270,7 @@ class Node(NamedTuple):
         return of_parts
 
     def _with_kind(self, results: Sequence[Any]) -> list[tuple[Any, bool]]:
-        """Beside each of the outputs, whether it is a sum."""
+        """A flag for each of the outputs, whether it is a sum."""
         return [(x, self.is_sum is None or self.is_sum[index]) for index, x in enumerate(results)]
 
     def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:

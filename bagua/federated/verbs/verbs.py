@@ -377,7 +377,7 @@ _SUMMABLE = _INTEGERS | _FLOATING | {torch.complex64, torch.complex128}
 
 
 def check_tensors(value: Tree, verb: str) -> Tree:
-    """With tensors for numbers."""
+    """Returns the value with tensors for numbers."""
 
     def check(path: tuple, leaf: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor):
