@@ -661,7 +661,8 @@ def test_a_gradient_through_a_closure_is_refused(body):
 
 
 @pytest.mark.filterwarnings("ignore:Tensor.T is deprecated on 0-D")
-@fast_in("body", ["what it returns"], list(CAPTURING))
+@pytest.mark.slow("test_a_gradient_through_a_closure_is_refused")
+@pytest.mark.parametrize("body", CAPTURING)
 def test_torch_compile_refuses_it_too(body):
     torch.compiler.reset()
     function, argument = ways_to_a_closure(CAPTURING[body])["grad"]
