@@ -21,7 +21,7 @@ from bagua.federated.library import aggregators
 from bagua.federated.programs import secure_sum
 from bagua.federated.programs.graph_files import from_bytes
 from tests.distributed.worlds import fast_in
-from tests.federated.programs.test_trace import network, two_rounds, weighted
+from tests.federated.programs.test_trace import graph_of, network, two_rounds, weighted
 from tests.federated.verbs.test_verbs import X, Y, fax
 
 CODING = federated.FixedPoint(bits=48, fraction_bits=24)
@@ -96,8 +96,8 @@ class Saved(federated.IsolatedClients):
 
 
 def test_clients_are_restored_between_rounds():
-    function = grad(weighted)  # several rounds, whose later ones need what clients have computed in earlier ones
-    graph = federated.trace(function, X, Y)
+    # Several rounds, whose later ones need what clients have computed in earlier ones.
+    graph, function = graph_of("gradient of weighted"), grad(weighted)
     assert federated.cost_of(graph).rounds > 1
     platform = Saved(Y)
     for _ in range(2):  # the second begins with what the first has left
@@ -313,7 +313,7 @@ def chacha_block(state):
 
 
 def test_what_is_out_of_range_raises():
-    graph = federated.trace(fax, X, Y)
+    graph = graph_of("value")
     with pytest.raises(InvalidArgument, match="out of the range of fixed point"):
         federated.run_on(clients_of(Y), graph, coding=federated.FixedPoint(bits=12, fraction_bits=8), x=X)
     many = federated.trace(federated.program(lambda y: federated.reduce_sum(y), clients=3), torch.zeros(3).int())
@@ -356,7 +356,7 @@ def test_fewer_than_two_clients_are_refused():
 
 
 def test_a_round_is_answered_once():
-    graph = federated.trace(fax, X, Y)
+    graph = graph_of("value")
     platform = Listening([federated.Client(y=row) for row in Y])
     requests = []
     exchange = platform.exchange
@@ -374,7 +374,7 @@ def test_a_round_is_answered_once():
     ],
 )
 def test_values_are_those_of_the_graph(clients, values, message):
-    graph = federated.trace(fax, X, Y)
+    graph = graph_of("value")
     with pytest.raises(InvalidArgument, match=message):
         federated.run_on(clients_of(clients), graph, **values)
 
@@ -395,7 +395,7 @@ def test_weights_of_nobody_have_no_mean():
 
 @pytest.mark.parametrize("change", [lambda r: r[:2], lambda r: [r[0], *r[:2]]])
 def test_a_round_needs_one_reply_of_every_client(change):
-    graph, platform = federated.trace(fax, X, Y), clients_of(Y)
+    graph, platform = graph_of("value"), clients_of(Y)
     exchange = platform.exchange
     rounds = iter(range(10))
     platform.exchange = lambda request: change(exchange(request)) if next(rounds) else exchange(request)
@@ -422,7 +422,7 @@ def test_what_is_no_message():
     ],
 )
 def test_a_reply_that_is_none_of_a_client_is_named(number, change, message):
-    graph, platform = federated.trace(fax, X, Y), clients_of(Y)
+    graph, platform = graph_of("value"), clients_of(Y)
     exchange, requests = platform.exchange, itertools.count()
 
     def with_another_reply(request):
@@ -452,10 +452,10 @@ def test_clients_that_are_somewhere_else_do_not_draw_the_same():
 
 
 def test_replies_come_in_any_order():
-    graph, platform = federated.trace(grad(fax), X, Y), clients_of(Y)
+    graph, platform = graph_of("value"), clients_of(Y)
     exchange = platform.exchange
     turns = itertools.count()
     platform.exchange = lambda request: (lambda replies, by: replies[by:] + replies[:by])(
         exchange(request), next(turns) % 3
     )
-    torch.testing.assert_close(federated.run_on(platform, graph, x=X), grad(fax)(X, Y))
+    torch.testing.assert_close(federated.run_on(platform, graph, x=X), fax(X, Y))
