@@ -186,7 +186,8 @@ def test_programs(pair_on_devices, num_ranks, program):
     check(pair_on_devices, num_ranks, program)
 
 
-@both_sizes
+@pytest.mark.slow("test_platforms")
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_traced_programs(pair_on_devices, num_ranks):
     check(pair_on_devices, num_ranks, traced)
 
