@@ -18,7 +18,7 @@ from tests.conformance.training import process_group
 from tests.distributed.worlds import SAME_TEST, fast_in
 
 MASK = torch.tensor([True, True, False, True, True, True])
-ROUNDS = 4
+ROUNDS = 3
 
 
 def updates(round):

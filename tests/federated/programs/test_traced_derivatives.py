@@ -148,12 +148,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-FAST = [
-    (local_steps, "grad"),
-    (function, "jvp"),
-    (detached, "jvp"),
-    (nested, "grad"),
-]
+FAST = [(local_steps, "grad"), (function, "jvp"), (detached, "jvp")]
 
 
 @fast_in("client, way", FAST, list(itertools.product(CLIENTS, WAYS)))
