@@ -184,8 +184,8 @@ WAYS = [forward_over_reverse, reverse_over_reverse, reverse_over_forward, backwa
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_programs_equal_those_of_drjax(way):
-    """Every eighth program by one of the ways."""
-    for number in range(WAYS.index(way), NUM_PROGRAMS, 8 * len(WAYS)):
+    """Every sixteenth program by one of the ways."""
+    for number in range(WAYS.index(way), NUM_PROGRAMS, 16 * len(WAYS)):
         case = Case(number)
         case.check(way(case))
 

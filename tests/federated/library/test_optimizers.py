@@ -13,7 +13,6 @@ from bagua.errors import InvalidArgument
 from bagua.federated.library.optimizers import SGD, Adam, AdamW, Yogi
 
 SHAPES = {"w": (3, 2), "b": ()}
-PAIR = {"w": torch.zeros(2), "b": torch.zeros(2)}
 
 
 def values(seed):
@@ -85,17 +84,7 @@ def reordered(tree):
     return collections.OrderedDict((key, reordered(tree[key])) for key in reversed(tree))
 
 
-ORDERED = [
-    SGD(0.1),
-    SGD(0.1, momentum=0.9),
-    SGD(0.1, momentum=0.9, nesterov=True),
-    Adam(0.1),
-    AdamW(0.1),
-    Yogi(0.1),
-]
-
-
-@pytest.mark.parametrize("optimizer", ORDERED, ids=lambda one: f"{type(one).__name__} {getattr(one, 'momentum', '')}")
+@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.1)], ids=lambda one: type(one).__name__)
 def test_keys_may_be_in_any_order(optimizer):
     """Leaf by leaf, each alone, is the definition; a, b and c have one shape, so that no check finds them swapped."""
 
@@ -114,15 +103,8 @@ def test_keys_may_be_in_any_order(optimizer):
     assert all(torch.equal(found[name], alone[name][0]) for name in alone)
 
 
-def test_a_gradient_in_another_order_by_hand():
-    value = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    found, _ = SGD(1.0).apply(value, {"b": torch.full((2,), 100.0), "a": torch.ones(2)}, ())
-    assert found["a"].tolist() == [-1.0, -1.0] and found["b"].tolist() == [-100.0, -100.0]
-
-
 KINDS = {
     "momentum": lambda lr: SGD(lr, momentum=0.9),
-    "adam": lambda lr: Adam(lr, epsilon=0.1),
     "adamw": lambda lr: AdamW(lr, epsilon=0.1, weight_decay=0.5),
     "yogi": lambda lr: Yogi(lr, epsilon=0.1),
 }
@@ -163,93 +145,17 @@ def test_dtypes_are_those_of_the_values(optimizer):
         assert [leaf.dtype for leaf in after] == [leaf.dtype for leaf in first]
 
 
-WIDE = {
-    "sgd": lambda r, b, e: SGD(r),
-    "momentum": lambda r, b, e: SGD(r, momentum=b),
-    "nesterov": lambda r, b, e: SGD(r, momentum=b, nesterov=True),
-    "adam": lambda r, b, e: Adam(r, (b, b), e),
-    "adamw": lambda r, b, e: AdamW(r, (b, b), e, weight_decay=e),
-    "yogi": lambda r, b, e: Yogi(r, (b, b), e),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", WIDE)
-def test_dtypes_are_those_of_the_values_whatever_hyperparameters_are(name, dtype):
-    """Also of values without axes, which torch promotes to the dtype of another tensor without axes."""
-    numbers = torch.tensor([0.1, 0.5, 0.25], dtype=torch.float64)
-    value = {"b": torch.tensor(2.0, dtype=dtype), "w": torch.tensor([2.0, 3.0], dtype=dtype)}
-    gradient = {key: torch.ones_like(leaf) for key, leaf in value.items()}
-
-    def trained(numbers):
-        optimizer, now = WIDE[name](*numbers), value
-        state = optimizer.init(now)
-        for _ in range(2):
-            now, state = optimizer.apply(now, gradient, state)
-        return now, state
-
-    found, state = trained(numbers)
-    before = WIDE[name](*numbers).init(value)
-    dtypes = [
-        [leaf.dtype for leaf in torch.utils._pytree.tree_leaves(tree)] for tree in ((found, state), (value, before))
-    ]
-    assert dtypes[0] == dtypes[1]
-    # Of both leaves alike, since both began at 2 with a gradient of 1; and learned, for one step is downhill.
-    rounding = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found["b"], found["w"][0], rtol=rounding, atol=0)
-    by_numbers = [grad(lambda n, key=key: trained(n)[0][key].sum().double())(numbers) for key in ("b", "w")]
-    assert all(one.dtype == torch.float64 and one[0] < 0 for one in by_numbers)
-
-
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda: SGD(-0.1), "learning_rate=-0.1, expected 0 to below inf"),
-        (lambda: SGD(0.1, momentum=1.0), "momentum=1.0"),
-        (lambda: SGD(0.1, nesterov=True), "nesterov=True without momentum"),
         (lambda: Adam(0.1, betas=(0.9, 1.0)), r"betas\[1\]=1.0"),
-        (lambda: Yogi(0.1, epsilon=0.0), "epsilon=0.0"),
-        (lambda: Adam(0.1, epsilon=float("inf")), "epsilon=inf"),
-        (lambda: Adam(0.1, betas=numpy.array([0.9, 1.0])), r"betas\[1\]=.*1.0"),
-        (lambda: Adam(0.1, betas=(0.9,)), r"betas=\(0.9,\), expected two"),
-        (lambda: AdamW(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
-        (lambda: Adam(0.1, betas=0.9), r"betas=0.9, expected two: .*, such as \(0.9, 0.99\)"),
-        (lambda: Adam(0.1, betas=(0.9, None)), r"betas\[1\]=None, expected 0 to below 1, a number or a tensor"),
-        (lambda: SGD("fast"), "learning_rate='fast', expected 0 to below inf"),
-        (lambda: Yogi(0.1, epsilon=None), "epsilon=None, expected"),
         (lambda: SGD(0.1).apply(torch.zeros(2), None, ()), "a gradient with None, a NoneType, .*: give zeros"),
-        (
-            lambda: Adam(0.1).apply(PAIR, {"w": torch.zeros(2), "b": None}, Adam(0.1).init(PAIR)),
-            r"a gradient with None at \['b'\], .*expected tensors, as of a parameter that the loss does not depend on",
-        ),
-        (
-            lambda: SGD(0.1, momentum=0.9).apply(PAIR, PAIR, {"w": torch.zeros(2), "b": 0.0}),
-            r"a state with 0.0 at \['b'\], a float, expected tensors",
-        ),
-        (lambda: SGD(0.1).apply({"w": 1.0}, {"w": torch.zeros(())}, ()), r"values with 1.0 at \['w'\], a float"),
-        (lambda: Adam(0.1).apply(1.0, torch.zeros(()), Adam(0.1).init(torch.zeros(()))), "values with 1.0, a float"),
-        (lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), ()), "a state of shapes .*init"),
         (lambda: Adam(0.1).apply(torch.zeros(2), torch.zeros(2), ()), r"a state \(\) for Adam: use this .* init"),
-        (
-            lambda: Adam(0.1).apply({"x": torch.zeros(2)}, {"x": torch.zeros(2)}, Adam(0.1).init(torch.zeros(2))),
-            "a state of shapes .*init",
-        ),
         (lambda: SGD(0.1).apply(torch.tensor([3]), torch.tensor([1]), ()), "step of torch.int64, expected floating"),
-        (
-            lambda: Adam(0.1).apply(torch.ones(2) * 1j, torch.ones(2), Adam(0.1).init(torch.ones(2) * 1j)),
-            "Adam of torch.complex64, expected real",
-        ),
         (
             lambda: SGD(0.1).apply({"x": torch.zeros(2)}, {"x": torch.zeros(3)}, ()),
             r"gradient of shapes .*\(3,\).*, expected those of the values, .*\(2,\)",
-        ),
-        (
-            lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), torch.zeros(3)),
-            r"a state of shapes .*\(3,\).*, expected those of the values, .*\(2,\).*init",
-        ),
-        (
-            lambda: SGD(0.1).apply({"x": {"y": torch.zeros(2)}}, {"x": torch.zeros(2)}, ()),
-            r"gradient of shapes .*, expected those of the values, .*\['x'\]\['y'\]",
         ),
     ],
 )

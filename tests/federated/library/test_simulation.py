@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy
 import pytest
 import torch
 
@@ -101,12 +100,11 @@ def interrupted(rank, world_size, split, path):
 
 def test_a_run_goes_on_bit_for_bit_on_any_number_of_ranks(pools, tmp_path):
     results = pools[3].run(interrupted, args=((4, 0, 2), str(tmp_path / "three")))
-    results += pools[2].run(interrupted, args=(None, str(tmp_path / "two")))
     alone = simulation()
     alone.load(tmp_path / "three")
     alone.run(6)
     assert all(result == leaves_of(alone) for result in results)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["three"]
 
 
 def differing(rank, world_size, path):
@@ -198,7 +196,6 @@ def test_prometheus():
     "options, message",
     [
         ({"seed": 12}, "has seed=11, expected 12"),
-        ({"cohort": 5}, "has cohort=6, expected 5"),
         ({"availability": Availability()}, r"has availability='Availability\(dropout=0.3, wait_for=4"),
     ],
 )
@@ -215,29 +212,11 @@ def test_a_checkpoint_of_another_simulation_is_refused(tmp_path, options, messag
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"no archive",
         {"weights": torch.zeros(2)},
         {"round": "3"},
-        {"round": -1},
-        {"job": None},
-        {"job": {"seed": SEED}},
-        {"leaves": torch.zeros(2)},
-        {"structure": 3},
-        {"began": []},
     ],
-    ids=[
-        "empty",
-        "text",
-        "another object",
-        "word",
-        "before the first",
-        "no job",
-        "part of it",
-        "no list",
-        "no text",
-        "no kinds",
-    ],
+    ids=["text", "another object", "word"],
 )
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     """Damaged ones have all fields, and one that is wrong."""
@@ -250,23 +229,12 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
         simulation().load(path)
 
 
-def test_a_checkpoint_that_has_lost_a_leaf_is_named(tmp_path):
-    simulation().save(tmp_path / "checkpoint")
-    torch.save({**torch.load(tmp_path / "checkpoint"), "leaves": []}, tmp_path / "checkpoint")
-    with pytest.raises(InvalidArgument, match=r"(?s)has a state .* of 0 leaves, expected .* of [1-9]"):
-        simulation().load(tmp_path / "checkpoint")
-
-
 @pytest.mark.parametrize(
-    "leaf, message",
-    [
-        (torch.zeros(3), r"of torch.float32 and shape \[2\], expected torch.float32 and shape \[3\]"),
-        (torch.zeros(2, 1), r"of torch.float32 and shape \[2\], expected torch.float32 and shape \[2, 1\]"),
-        (torch.zeros(2).double(), r"of torch.float32 and shape \[2\], expected torch.float64 and shape \[2\]"),
-    ],
-    ids=["longer", "another axis", "dtype"],
+    "leaf, expected",
+    [(torch.zeros(3), r"torch.float32 and shape \[3\]"), (torch.zeros(2).double(), r"torch.float64 and shape \[2\]")],
+    ids=["longer", "dtype"],
 )
-def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, message):
+def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, expected):
     """And nothing of it is taken."""
 
     def make(leaf):
@@ -277,7 +245,8 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, message):
     run = make(torch.ones(2))
     run.run(2, checkpoint=tmp_path / "checkpoint")
     other = make(leaf)
-    with pytest.raises(InvalidArgument, match=r"began with a state at \['w'\]\[0\] " + message):
+    message = r"began with a state at \['w'\]\[0\] of torch.float32 and shape \[2\], expected "
+    with pytest.raises(InvalidArgument, match=message + expected):
         other.load(tmp_path / "checkpoint")
     assert other.round == 0 and other.state["w"][0] is leaf
     alike = make(torch.zeros(2))
@@ -285,11 +254,8 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, message):
     assert alike.round == 2 and alike.state["w"][0].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "leaf", [numpy.float64(1.5), numpy.ones(2), torch.eye(2).to_sparse()], ids=["number", "array", "sparse"]
-)
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, leaf):
-    run = Simulation(lambda state, round: (state, {}), {"a": leaf}, population=3, cohort=2, seed=0)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    run = Simulation(lambda state, round: (state, {}), {"a": torch.eye(2).to_sparse()}, population=3, cohort=2, seed=0)
     with pytest.raises(
         InvalidArgument, match="(?s)leaf 0 of the state is .* a checkpoint cannot hold, expected dense tens"
     ):
@@ -313,35 +279,6 @@ def test_rounds_may_change_the_shapes_of_the_state(tmp_path):
     assert other.state["history"].tolist() == [0, 1, 2, 3, 4] and float(other.state["n"]) == 5.0
 
 
-def test_checkpoints_that_do_not_say_how_they_began_are_compared_as_they_are(tmp_path):
-    def make(leaf):
-        return Simulation(lambda state, round: (state, {}), {"n": 1, "w": leaf}, population=3, cohort=2, seed=0)
-
-    path = tmp_path / "checkpoint"
-    make(torch.ones(2)).run(2, checkpoint=path)
-    content = torch.load(path)
-    del content["began"]
-    torch.save({**content, "leaves": [torch.tensor(4), content["leaves"][1]]}, path)  # a number that became a tensor
-    for leaf, message in [(torch.zeros(3), r"shape \[3\]"), (torch.zeros(2, dtype=torch.int64), "torch.int64")]:
-        with pytest.raises(InvalidArgument, match=rf"of a simulation with a state at \['w'\] .*expected .*{message}"):
-            make(leaf).load(path)
-    alike = make(torch.zeros(2))
-    alike.load(path)
-    assert (alike.round, int(alike.state["n"]), alike.state["w"].tolist()) == (2, 4, [1.0, 1.0])
-
-
-def test_sizes_may_be_numpys(tmp_path):
-    def make():
-        sizes = {"population": numpy.int64(9), "cohort": numpy.int32(2)}
-        return Simulation(lambda state, round: (state + 1, {}), 0, seed=0, **sizes)
-
-    run = make()
-    run.run(2, checkpoint=tmp_path / "checkpoint")
-    other = make()
-    other.load(tmp_path / "checkpoint")
-    assert (other.round, other.state) == (2, 2)
-
-
 def test_draws_for_another_use_are_others():
     round, other = simulation().sample(0), simulation().sample(1)
 
@@ -354,26 +291,12 @@ def test_draws_for_another_use_are_others():
     assert torch.equal(found[1], round.per_client(draw, use="a"))
 
 
-def test_a_figure_that_is_none_is_named():
-    def step(state, round):
-        return state, {"norms": torch.zeros(2)}
-
-    run = Simulation(step, torch.zeros(1), population=2, cohort=1, seed=0)
-    with pytest.raises(InvalidArgument, match=r"the figure 'norms' is tensor\(\[0., 0.\]\), expected a number"):
-        run.run(1)
-
-
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda: simulation(cohort=41), "a cohort of 41 of 40 clients"),
         (lambda: simulation().run(1, every=0), "every=0"),
         (lambda: Availability(dropout=1.5), "dropout=1.5"),
-        (lambda: Availability(wait_for=0), "wait_for=0"),
-        (lambda: Availability(spread=-1.0), "spread=-1.0"),
-        (lambda: Availability(dropout=None), "dropout=None"),
-        (lambda: Availability(wait_for=1.5), "wait_for=1.5, expected an integer"),
-        (lambda: Availability(spread="wide"), "spread='wide'"),
     ],
 )
 def test_mistakes(make, message):

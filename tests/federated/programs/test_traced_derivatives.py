@@ -10,12 +10,11 @@ import random
 import pytest
 import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
-from torch.nn import functional
 
 from bagua import federated
 from bagua.errors import InvalidArgument
 from tests.conformance.training import process_group
-from tests.distributed.worlds import SAME_TEST
+from tests.distributed.worlds import fast_in
 
 W = torch.tensor([0.5, -1.5, 2.0, 0.25], dtype=torch.float64)
 X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.25, 1.5, -1.0, 2.0], [-0.75, 0.5, 2.5, 1.0]], dtype=torch.float64)
@@ -60,31 +59,6 @@ def constant(w, x):
     return (w * c * x).sum()
 
 
-@torch.no_grad()
-def target(w, x):
-    return (w * x).tanh() + w.exp()
-
-
-def by_decorator(w, x):
-    return ((w * x - target(w, x)) ** 2).sum()
-
-
-def enabled_again(w, x):
-    with torch.no_grad():
-        a = w * 3
-        with torch.enable_grad():
-            b = w * x * a
-        c = b * w
-    return (w * (a + b * 2 + c)).sum()
-
-
-def written(w, x):
-    y = w * x
-    y[1:].mul_(w[1:])
-    y.add_(1)
-    return (y * y).sum()
-
-
 def written_without(w, x):
     y = w * x
     v = y[:2]
@@ -113,61 +87,21 @@ def detached(w, x):
     return (y * y).sum() + ((w - total) ** 2).sum()
 
 
-def values_with_derivatives_into_what_detach_gave(w, x):
-    y = w * x
-    d, v = y.detach(), y[:2].detach()
-    d[2] = w[0] * 3
-    v.add_(w[2:])
-    e = d.view(2, 2).detach()
-    e[0] *= w[:2]
-    return (y * w).sum() + (d**2).sum() + (v * x[:2]).sum() + (e * w.view(2, 2)).sum()
-
-
-def renormalised(w, x):
-    table = (w * x).view(2, 2)
-    rows = functional.embedding(torch.tensor([1, 0, 1]), table, max_norm=1.0)
-    return (rows**2 * rows.new_tensor([1.0, 2.0])).sum() + (table * w.view(2, 2)).sum()
-
-
-def as_integers(w, x):
-    y = w * x
-    with torch.no_grad():
-        y.view(torch.int64).bitwise_and_(-(1 << 40))
-    return (y * y).sum()
-
-
-def derivative_without(w, x):
-    with torch.no_grad():
-        g = grad(lambda p: (p**3 * x).sum())(w)
-        value, tangent = jvp(lambda p: p**3 * x, (w,), (x,))
-    return (g * w + value * w + tangent * w * w).sum()
-
-
-def order(w, x):
-    with torch.no_grad():
-        order = (w * x).argsort()
-        is_large = (w * x) > 0.5
-        is_large[0] = True
-    return (w[order] * x * is_large).sum()
-
-
-def complex_numbers(w, x):
-    with torch.no_grad():
-        z = torch.complex(w, x)
-    return (z * torch.complex(x, w)).abs().sum()
+def cubed(w, x):
+    return (w * x.detach() - 1).tanh() ** 3
 
 
 def nested(w, x):
     @federated.program(sensors=4)
     def inner(w, values):
-        mapped = federated.map_fn(lambda w, v: by_decorator(w, v), (federated.broadcast(w.sum()), values))
+        mapped = federated.map_fn(lambda w, v: cubed(w, v), (federated.broadcast(w.sum()), values))
         return federated.reduce_sum(mapped)
 
     return inner(w, x) * w.cos().sum()
 
 
 def nested_oracle(w, x):
-    return sum(by_decorator(w.sum(), v) for v in x) * w.cos().sum()
+    return sum(cubed(w.sum(), v) for v in x) * w.cos().sum()
 
 
 def autocast(w, x):
@@ -175,17 +109,7 @@ def autocast(w, x):
         return (w.float().view(2, 2) @ x.float().view(2, 2)).sum().double() ** 2
 
 
-def inference(w, x):
-    with torch.inference_mode():
-        y = w.sin() * x
-    return (w * y.clone()).sum()
-
-
-CLIENTS = [
-    *(local_steps, function, constant, by_decorator, enabled_again, written, written_without, own_steps, detached),
-    *(values_with_derivatives_into_what_detach_gave, renormalised, as_integers, derivative_without, order),
-    *(complex_numbers, nested, autocast, inference),
-]
+CLIENTS = [local_steps, function, constant, written_without, own_steps, detached, nested, autocast]
 WAYS = {
     "grad": lambda f: grad(f),
     "jvp": lambda f: lambda w: jvp(f, (w,), (TANGENT,))[1],
@@ -224,12 +148,10 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-# Each client by one way, and each way; all by all are slow.
-PAIRS = list(zip(CLIENTS, itertools.cycle(WAYS), strict=False))
-OTHERS = [pytest.param(*pair, marks=SAME_TEST) for pair in itertools.product(CLIENTS, WAYS) if pair not in PAIRS]
+FAST = [(local_steps, "grad"), (function, "jvp"), (detached, "jvp")]
 
 
-@pytest.mark.parametrize(("client", "way"), [*PAIRS, *OTHERS], ids=lambda value: getattr(value, "__name__", str(value)))
+@fast_in("client, way", FAST, list(itertools.product(CLIENTS, WAYS)))
 def test_a_traced_derivative_is_torchs(client, way):
     loss = program(client)
     close(federated.trace(loss, W, X)(W, X), oracle(client)(W))
@@ -237,10 +159,10 @@ def test_a_traced_derivative_is_torchs(client, way):
 
 
 def test_it_is_saved_and_runs_where_clients_are_isolated(tmp_path):
-    graph = traced("grad", program(own_steps))
+    graph = traced("grad", program(constant))
     graph.save(tmp_path / "graph")
     loaded = federated.Graph.load(tmp_path / "graph")
-    close(loaded(W, X), grad(oracle(own_steps))(W))
+    close(loaded(W, X), grad(oracle(constant))(W))
     found = federated.run_on(federated.IsolatedClients([federated.Client(x=x) for x in X]), loaded, w=W)
     torch.testing.assert_close(found, loaded(W, X), rtol=0, atol=1e-8)
 
@@ -273,21 +195,15 @@ def test_the_servers_functions_have_their_derivatives():
     close(federated.trace(grad(loss), W, X)(W, X), X.sum(0) * 7 * 1.3)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_derivatives_are_traced_under_no_grad_too(mode):
-    with mode():
+def test_derivatives_are_traced_under_no_grad_too():
+    with torch.no_grad():
         graph = traced("grad", program(written_without))
     close(graph(W, X), grad(oracle(written_without))(W))
 
 
-@pytest.mark.parametrize("load", [False, True])
-def test_a_graph_has_no_derivative(load, tmp_path):
-    """Not even of what runs no operator without a gradient: traced and loaded graphs are alike."""
+def test_a_graph_has_no_derivative():
+    """Not even of what runs no operator without a gradient."""
     graph = federated.trace(program(constant), W, X)
-    if load:
-        graph.save(tmp_path / "graph")
-        graph = federated.Graph.load(tmp_path / "graph")
-    square = federated.trace(lambda w: (w * w).sum(), W)
     of_w = lambda w: graph(w, X)  # noqa: E731
     v = W.clone().requires_grad_()
     close(graph(v, X).detach(), oracle(constant)(W))
@@ -297,7 +213,6 @@ def test_a_graph_has_no_derivative(load, tmp_path):
         lambda: jvp(of_w, (W,), (TANGENT,)),
         lambda: of_w(v).backward(),
         lambda: federated.trace(grad(graph), W, X),
-        lambda: grad(program(lambda w, x: square(w)))(W, X),
     ):
         with pytest.raises(InvalidArgument, match=r"a derivative of the graph .*: trace the derivative .*trace\(grad"):
             derive()
@@ -386,9 +301,8 @@ def on_ranks(rank, size, seeds, split):
         return sum(check_random_client(seed, split) for seed in seeds)
 
 
-def test_a_random_program(pool2):
+def test_a_random_program():
     assert check_random_client(0)
-    assert pool2.run(on_ranks, args=((4,), (2, 1))) == [1, 1]
 
 
 @pytest.mark.slow("test_a_random_program")

@@ -35,10 +35,6 @@ def select(x, w, b):
     return torch.select_scatter(x, (x * w[:, None])[0].sin(), 0, 1)
 
 
-def trained(x, w, b):
-    return functional.batch_norm(x, MEAN.clone() + 0 * w, VAR + 0 * w, w, b, training=True, eps=EPS)
-
-
 OPERATORS = {  # torch's, and its definition, of an input [SAMPLES, CHANNELS, POINTS]
     "layer norm": (
         lambda x, w, b: functional.layer_norm(x.mT, (CHANNELS,), w, b, EPS).mT,
@@ -48,7 +44,6 @@ OPERATORS = {  # torch's, and its definition, of an input [SAMPLES, CHANNELS, PO
         lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True, eps=EPS),
         lambda x, w, b: affine(standardized(x, (0, 2)), w, b),
     ),
-    "batch norm, trained": (trained, lambda x, w, b: affine(standardized(x, (0, 2)), w, b)),
     "batch norm, evaluated": (
         lambda x, w, b: torch.batch_norm(x, w, b, MEAN, VAR, False, 0.1, EPS, False),
         lambda x, w, b: affine((x - MEAN[:, None]) / (VAR[:, None] + EPS).sqrt(), w, b),
@@ -57,23 +52,15 @@ OPERATORS = {  # torch's, and its definition, of an input [SAMPLES, CHANNELS, PO
         lambda x, w, b: functional.instance_norm(x, weight=w, bias=b, eps=EPS),
         lambda x, w, b: affine(standardized(x, (2,)), w, b),
     ),
-    "instance norm, without weights": (
-        lambda x, w, b: functional.instance_norm(x, eps=EPS),
-        lambda x, w, b: standardized(x, (2,)),
-    ),
     "prelu": (lambda x, w, b: functional.prelu(x, w), lambda x, w, b: torch.where(x > 0, x, x * w[:, None])),
     "index_fill": (
         lambda x, w, b: x * torch.zeros(4, dtype=x.dtype).index_fill(0, torch.tensor([0, 2]), w.sum()),
         lambda x, w, b: x * torch.tensor([1.0, 0, 1, 0]).double() * w.sum(),
     ),
-    "index_fill_": (
-        lambda x, w, b: (x * w[:, None]).index_fill_(2, torch.tensor([1]), x.sum()),
-        lambda x, w, b: torch.where(torch.arange(4) == 1, x.sum(), x * w[:, None]),
-    ),
     "roll": (lambda x, w, b: x * (x.sum() * w.sum()).roll(1), lambda x, w, b: x * (x.sum() * w.sum())),
     "select_scatter": (select, lambda x, w, b: torch.stack([x[0], (x * w[:, None])[0].sin()])),
 }
-NORMS = [name for name in OPERATORS if "norm" in name]
+NORMS = ["layer norm", "batch norm", "instance norm"]
 
 
 def loss_of(operator):
@@ -100,31 +87,11 @@ def reverse_twice(f):
     return grad(lambda p: grad(f)(p) @ T)
 
 
-def by_autograd(f):
-    def derivative(p):
-        p = p.detach().clone().requires_grad_()
-        return torch.autograd.grad(f(p), p)[0]
-
-    return derivative
-
-
-def by_autograd_twice(f):
-    def derivative(p):
-        p = p.detach().clone().requires_grad_()
-        (first,) = torch.autograd.grad(f(p), p, create_graph=True)
-        return torch.autograd.grad(first @ T, p)[0]
-
-    return derivative
-
-
 WAYS = {
     "value": lambda f: f,
     "grad": grad,
     "jvp": along,
-    "autograd": by_autograd,
     "grad of grad": reverse_twice,
-    "autograd twice": by_autograd_twice,
-    "jvp of grad": lambda f: along(lambda p: grad(f)(p) @ T),
     "grad of jvp": lambda f: grad(along(f)),
     "jvp of jvp": lambda f: along(along(f)),
     "models": lambda f: lambda p: vmap(grad(f))(torch.stack([p, 0.5 * p])),
@@ -208,15 +175,14 @@ def test_values_and_local_gradients(name):
         torch.testing.assert_close(derivative("two verbs", "value", loss), expected(name, "value", local))
 
 
-MODES = [(way, how) for way in WAYS if way != "value" for how in PROGRAMS if (way, how) != ("autograd twice", "traced")]
-RUN = [mode for mode in MODES if mode[1] != "traced"]
+MODES = [(way, how) for way in WAYS if way != "value" for how in PROGRAMS]
 FAST = {
-    "layer norm": [*RUN[::2], ("grad", "traced")],
-    "batch norm": [*RUN[1::3], ("jvp", "traced")],
-    "instance norm": RUN[::5],
+    "layer norm": [("grad", "two verbs"), ("grad of grad", "node"), ("grad of jvp", "two verbs"), ("models", "node")],
+    "batch norm": [("grad", "node"), ("jvp of jvp", "two verbs")],
+    "instance norm": [("jvp", "node")],
     "prelu": [("models", "two verbs")],
-    "select_scatter": [("grad", "two verbs")],
-    "index_fill": [("jvp", "node")],
+    "select_scatter": [],
+    "index_fill": [],
 }
 
 
@@ -224,7 +190,7 @@ FAST = {
     ("name", "way", "how"),
     [
         pytest.param(name, *mode, marks=() if mode in FAST.get(name, ()) else SAME_TEST)
-        for name in OPERATORS
+        for name in FAST
         for mode in MODES
     ],
 )
@@ -244,8 +210,6 @@ def test_norms_of_halves_stay_halves(name):
     def program(w, b, x):
         return federated.map_fn(lambda x, w, b: norm(x, w, b), (x, federated.broadcast(w), federated.broadcast(b)))
 
-    if "trained" in name or "evaluated" in name:
-        pytest.skip("of float64 statistics")
     found = program(w, b, x)
     assert found.dtype is torch.bfloat16
     right = torch.stack([definition(one, w.double(), b.double()) for one in x.double()])
@@ -269,38 +233,19 @@ def test_batch_norm_moves_running_statistics(how):
         torch.testing.assert_close(var, 0.7 * VAR + 0.3 * Y[index].var((0, 2)))
 
 
-def moved_by_instance_norm(x):
-    mean = torch.zeros_like(x[0, :, 0])
-    return functional.instance_norm(x, mean, torch.ones_like(mean)) + mean[:, None]
-
-
-def test_instance_norm_moves_running_statistics_or_is_refused():
-    program = federated.program(lambda x: federated.reduce_mean(federated.map_fn(moved_by_instance_norm, x)), clients=3)
-    torch.testing.assert_close(program(Y), sum(map(moved_by_instance_norm, Y)) / 3)
-    for refused in (lambda: federated.trace(program, Y), lambda: jvp(program, (Y,), (Y,))):
-        with pytest.raises(InvalidArgument, match="instance_norm that moves running statistics"):
-            refused()
-
-
 TARGETS = torch.tensor([0, 2])
-LOSSES = {
-    "cross_entropy": lambda w, y: functional.cross_entropy(y[:, :, 0], TARGETS, w.exp()),
-    "nll_loss": lambda w, y: functional.nll_loss(y[:, :, 0], TARGETS, weight=w.exp()),
-    "binary_cross_entropy": lambda w, y: functional.binary_cross_entropy(
-        y.sigmoid(), (y > 0).to(y.dtype), w[0].exp() + 0 * y
-    ),
-    "soft_margin_loss": lambda w, y: functional.soft_margin_loss(y, w[0] + 0 * y),
-}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_torch_takes_for_a_constant_is_refused_in_forward_mode(name):
+def test_what_torch_takes_for_a_constant_is_refused_in_forward_mode():
+    def client(w, y):
+        return functional.cross_entropy(y[:, :, 0], TARGETS, w.exp())
+
     @federated.program(clients=CLIENTS)
     def program(w, y):
-        return federated.reduce_mean(federated.map_fn(LOSSES[name], (federated.broadcast(w), y)))
+        return federated.reduce_mean(federated.map_fn(client, (federated.broadcast(w), y)))
 
-    torch.testing.assert_close(program(MEAN, Y), sum(LOSSES[name](MEAN, y) for y in Y) / CLIENTS)
-    with pytest.raises(InvalidArgument, match=f"{name} in forward mode, where torch takes its .* for a constant"):
+    torch.testing.assert_close(program(MEAN, Y), sum(client(MEAN, y) for y in Y) / CLIENTS)
+    with pytest.raises(InvalidArgument, match="cross_entropy in forward mode, where torch takes its .* for a constant"):
         jvp(lambda w: program(w, Y), (MEAN,), (VAR,))
 
 
@@ -314,26 +259,6 @@ def test_weights_of_classes_from_around_the_function_are_constants():
 
     _, found = jvp(lambda w: program(w, Y), (MEAN,), (VAR,))
     torch.testing.assert_close(found, grad(program)(MEAN, Y) @ VAR)
-
-
-WRONG = {
-    "layer norm": lambda x: functional.layer_norm(x, (POINTS,), torch.ones(1, dtype=x.dtype)),
-    "batch norm": lambda x: functional.batch_norm(x, None, None, torch.ones(1, dtype=x.dtype), training=True),
-    "batch norm of one value": lambda x: functional.batch_norm(x[:1, :, :1], None, None, training=True),
-    "instance norm": lambda x: functional.instance_norm(x, weight=torch.ones(1, dtype=x.dtype)),
-    "prelu": lambda x: functional.prelu(x, torch.ones(2, dtype=x.dtype)),
-    "select_scatter": lambda x: torch.select_scatter(x, x[0], 0, 2),
-    "index_fill": lambda x: torch.index_fill(x, 3, torch.tensor([0]), x.sum()),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_torch_refuses_is_refused(name):
-    with pytest.raises((RuntimeError, ValueError, IndexError)):
-        WRONG[name](Y[0])
-    program = federated.program(lambda x: federated.map_fn(WRONG[name], x), clients=CLIENTS)
-    with pytest.raises((RuntimeError, ValueError, IndexError)):
-        program(Y)
 
 
 # ---- attention is torch's

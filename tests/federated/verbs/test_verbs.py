@@ -6,9 +6,6 @@ The example is FAX's: least squares of clients with a row each.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import enum
 import functools
 import gc
 import itertools
@@ -17,20 +14,15 @@ import re
 import threading
 from typing import NamedTuple
 
-import numpy
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils import _pytree as pytree
 
 import bagua
 from bagua import federated
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.federated.library.aggregators import Aggregator, Mean, Median, SecureSum
-from bagua.federated.verbs import placement
-from bagua.testing import spawn
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 from tests.meeting import meet, wait_until
@@ -104,14 +96,10 @@ def derivatives(loss):
     x, t = X.double(), torch.tensor([0.3, -2.0], dtype=torch.float64)
     yield "value", loss(x)
     yield "grad", grad(loss)(x)
-    yield "vjp", vjp(loss, x)[1](torch.tensor(2.0, dtype=torch.float64))[0]
     yield "jvp", jvp(loss, (x,), (t,))[1]
     yield "hessian", hessian(loss)(x)
     yield "jacfwd twice", jacfwd(jacfwd(loss))(x)
-    yield "jacrev of grad", jacrev(grad(loss))(x)
-    yield "jvp of grad", jvp(grad(loss), (x,), (t,))[1]
     yield "third", jvp(lambda x: jvp(grad(loss), (x,), (t,))[1], (x,), (t,))[1]
-    yield "vmap", vmap(loss)(torch.stack([x, t, x + t]))
     yield "vmap of grad", vmap(grad(loss))(torch.stack([x, t, x + t]))
     z = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(loss(z), z, create_graph=True)
@@ -133,17 +121,7 @@ def linear(x, y):
     return x @ y
 
 
-def volume(x, y):
-    """The derivative of det is another where torch has gradients disabled."""
-    return torch.linalg.det(torch.outer(x, y) + torch.eye(2, dtype=x.dtype)) ** 2 + torch.nn.functional.silu(x @ y)
-
-
-def pulled(x, y):
-    """The transform has ended where its function is used."""
-    return vjp(lambda x: torch.nn.functional.silu(x @ y), x)[1](x.sum())[0] @ y
-
-
-@fast_in("function", [local_loss, linear, pulled], [local_loss, linear, pulled, volume])
+@pytest.mark.parametrize("function", [local_loss, linear])
 def test_a_node_is_the_two_verbs(function):
     rows = rows_of(3)
     node = federated.program(
@@ -155,6 +133,7 @@ def test_a_node_is_the_two_verbs(function):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
 
 
+@pytest.mark.slow("test_a_node_is_the_two_verbs")
 def test_a_node_takes_masks():
     """Examples that count, of clients that have different numbers of them: arguments of bools, and sums."""
     rows = torch.stack([rows_of(3), rows_of(3) + 1.0])
@@ -176,33 +155,24 @@ def test_a_node_takes_masks():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
 
 
-BODIES = {"two verbs": mean_loss, **{f"chunks of {k}": functools.partial(fused_loss, k) for k in (None, 1, 4)}}
+BODIES = {"two verbs": mean_loss, **{f"chunks of {k}": functools.partial(fused_loss, k) for k in (1, 4)}}
 
 
-FAST = [("two verbs", (2, 2, 1, 1)), ("two verbs", (4, 0, 2)), ("chunks of 4", (5, 1))]
+FAST = [("two verbs", (4, 0, 2)), ("chunks of 4", (3, 3))]
 
 
 def rows_of(number):
     return torch.randn(number, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def assert_same_as_in_loops(program, mine, rows):
-    pairs = zip(derivatives(lambda x: program(x, mine)), derivatives(lambda x: oracle(x, rows)), strict=True)
-    for (what, ours), (_, theirs) in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
-
-
-@fast_in("body", ["chunks of 1"], list(BODIES))
-def test_derivatives_in_one_process_are_those_of_loops(body):
-    rows = rows_of(6)
-    assert_same_as_in_loops(federated.program(BODIES[body], clients=6), rows, rows)
-
-
 def same_as_in_loops(rank, world_size, split, body):
     rows = rows_of(sum(split))
+    mine = rows.split(split)[rank]
     with process_group():
         program = federated.program(BODIES[body], clients=sum(split), num_local=split)
-        assert_same_as_in_loops(program, rows.split(split)[rank], rows)
+        pairs = zip(derivatives(lambda x: program(x, mine)), derivatives(lambda x: oracle(x, rows)), strict=True)
+        for (what, ours), (_, theirs) in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
 
 
 @fast_in("body, split", FAST, list(itertools.product(BODIES, SPLITS)))
@@ -224,36 +194,6 @@ def in_the_clients_values(rank, world_size, body):
 @pytest.mark.parametrize("body", ["two verbs", "chunks of 4"])
 def test_derivatives_in_the_clients_values(pool2, body):
     pool2.run(in_the_clients_values, args=(body,))
-
-
-def test_a_node_of_what_the_clients_share_alone():
-    """A gradient within it is of no client, and yet from inside."""
-    program = federated.program(
-        lambda x: federated.map_reduce(grad(lambda x: (x**3).sum()), federated.broadcast(x), chunk_size=2), clients=3
-    )
-    torch.testing.assert_close(program(X), 3 * X**2)
-    torch.testing.assert_close(jacrev(program)(X), torch.diag(6 * X))
-    torch.testing.assert_close(jacfwd(program)(X), torch.diag(6 * X))
-
-
-def numbers_without_axes(rank, world_size):
-    """A rank without clients has tangents, too."""
-    with process_group():
-        mine = torch.tensor([2.0, 3.0])[: 2 * rank]
-        program = federated.program(
-            lambda x: federated.reduce_mean(
-                federated.map_fn(lambda x, y: (x * y) ** 2, (federated.broadcast(x), mine))
-            ),
-            clients=2,
-            num_local=[0, 2],
-        )
-        torch.testing.assert_close(
-            jvp(grad(program), (torch.tensor(1.0),), (torch.tensor(1.0),))[1], torch.tensor(13.0)
-        )
-
-
-def test_numbers_without_axes_on_a_rank_without_clients(pool2):
-    pool2.run(numbers_without_axes)
 
 
 # ---- collectives
@@ -290,29 +230,6 @@ def many_groups_and_cohorts(rank, world_size):
         wait_until(lambda: _num_held() <= num_held, f"no more than {num_held} descriptors after groups have ended")
 
 
-def after_the_group(rank, world_size):
-    x = torch.ones(1, 3, requires_grad=True)
-    with process_group():
-        program = federated.program(federated.reduce_mean, clients=2)
-        loss = program(x).sum()
-    with process_group():
-        assert program(torch.ones(1, 3))[0] == 1
-        loss.backward()  # the derivative of a mean is a broadcast, which takes no group
-        assert torch.equal(x.grad, torch.full((1, 3), 0.5))
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patched:
-        patched.setattr(placement, "MAX_ENDED", 2)
-        for _ in range(5):
-            with process_group():
-                program(torch.ones(1, 3))
-            gc.collect()
-        assert sum(one.is_distributed and one._group() is None for one in placement._by_key.values()) <= 4
-
-
-def test_derivatives_that_are_left_of_a_group(pool2):
-    pool2.run(after_the_group)
-
-
 def test_programs_hold_nothing_of_groups_that_are_no_more(pool2):
     pool2.run(many_groups_and_cohorts)
 
@@ -344,28 +261,12 @@ def test_a_reduction_is_one_collective(pool2):
         assert counts == expected
 
 
-def test_chunks_of_halves_add_up_in_float32():
-    ones = torch.ones(512, 1, dtype=torch.bfloat16)  # a sum in bfloat16 stays at 256
-    shared = torch.ones((), dtype=torch.bfloat16)
-    program = federated.program(
-        lambda shared, x: federated.map_reduce(
-            lambda a, b: a * b, (federated.broadcast(shared), x), reduce="sum", chunk_size=1
-        ).sum(),
-        clients=512,
-    )
-    assert float(program(shared, ones)) == float(grad(program)(shared, ones)) == 512
-
-
 LARGE = {  # means of what float16 has, whose sums it does not have
     "mean": federated.reduce_mean,
-    "weighted mean": lambda v: federated.reduce_weighted_mean(v, [3e4, 4e4]),
     "weights of halves": lambda v: federated.reduce_weighted_mean(v, torch.full((2,), 6e4, dtype=torch.float16)),
-    "node": lambda v: federated.map_reduce(torch.clone, v, chunk_size=1),
     "node of a weighted mean": lambda v: federated.map_reduce(
         lambda x: (x, x.detach()[0]), v, reduce="weighted_mean", chunk_size=3
     ),
-    "aggregator": lambda v: Aggregator(Mean())(v, ((), ()))[0],
-    "weights of an aggregator": lambda v: Aggregator(SecureSum(), Mean())(v, ((), ()), weights=[300, 400])[0],
 }
 
 
@@ -389,10 +290,6 @@ MEANS = {  # of all clients' models, each of which counts something
     "mean": federated.reduce_mean,
     "weighted mean": lambda v: federated.reduce_weighted_mean(v, torch.full(v.shape[:1], 0.5)),
     "node": lambda v: federated.map_reduce(torch.clone, v, chunk_size=2),
-    "node of a weighted mean": lambda v: federated.map_reduce(
-        lambda x: (x, torch.tensor(0.5)), v, reduce="weighted_mean"
-    ),
-    "aggregator": lambda v: Aggregator(Mean())(v, ((), ()))[0],
     "secure aggregator": lambda v: Aggregator(SecureSum(), Mean())(v, ((), ()), weights=torch.ones(v.shape[0]))[0],
 }
 
@@ -420,7 +317,7 @@ def test_means_of_bfloat16_are_rounded_once(pool2, reduction):
 
 def test_graphs_of_means_of_bfloat16_round_once():
     model = torch.linspace(1, 2, 129).bfloat16()
-    for reduction in ("mean", "weighted mean", "node", "secure aggregator"):
+    for reduction in ("mean", "secure aggregator"):
         program, values = federated.program(MEANS[reduction], clients=5), model.expand(5, -1).contiguous()
         graph = federated.trace(program, values)
         platform = federated.IsolatedClients([federated.Client(**{graph.inputs[0].name: one}) for one in values])
@@ -434,57 +331,6 @@ def test_chunks_of_a_sum_of_bfloat16_are_rounded_once():
             lambda v, size=chunk_size: federated.map_reduce(torch.clone, v, reduce="sum", chunk_size=size), clients=6
         )
         assert program(values) == values.double().sum().bfloat16()
-
-
-def test_tangents_outside_of_transforms_reach_through_a_node():
-    program = federated.program(
-        lambda x: federated.map_reduce(square, (federated.broadcast(x), Y), chunk_size=2), clients=3
-    )
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-        tangent = torch.autograd.forward_ad.unpack_dual(program(dual)).tangent
-    torch.testing.assert_close(tangent, jvp(lambda x: fax(x, Y), (X,), (torch.ones_like(X),))[1])
-
-
-def of_its_own(broadcast):
-    return broadcast.requires_grad_()
-
-
-def retained(broadcast):
-    broadcast.retain_grad()
-    return broadcast
-
-
-def hooked(broadcast):
-    broadcast.register_hook(lambda gradient: gradient.clamp(-1, 1))
-    return broadcast
-
-
-@pytest.mark.parametrize("ask, follows", [(of_its_own, False), (retained, True), (hooked, True)])
-def test_a_node_gives_what_was_broadcast_its_gradient(ask, follows):
-    def gradients(reduced):
-        x = X.clone().requires_grad_(follows)
-
-        def body():
-            models = ask(federated.broadcast(x))
-            reduced(square, (models, Y)).backward()
-            return models.grad if ask is not hooked else x.grad
-
-        return federated.program(body, clients=3)()
-
-    expected = gradients(lambda *arguments: federated.reduce_mean(federated.map_fn(*arguments)))
-    assert expected.abs().sum() > 0
-    torch.testing.assert_close(gradients(federated.map_reduce), expected)
-
-
-@pytest.mark.parametrize("verb", ["map_fn", "map_reduce"])
-def test_a_tensor_from_around_that_is_returned_as_it_is_is_refused(verb):
-    weight = torch.ones(2, requires_grad=True)
-    program = federated.program(lambda y: getattr(federated, verb)(lambda y: {"w": weight, "y": y}, y), clients=3)
-    with pytest.raises(InvalidArgument, match=r"shape \[2\] from around it"):
-        program(Y)
-    with torch.no_grad():
-        program(Y)
 
 
 KINDS = [
@@ -540,9 +386,9 @@ WEIGHTED = {
 
 
 @pytest.mark.parametrize("way", WEIGHTED)
-@pytest.mark.parametrize("weights", [torch.tensor([2**24, 1, 1]), torch.tensor([0.1, 0.2, 0.3])])
-def test_weighted_means_of_doubles_are_as_exact_as_doubles(way, weights):
+def test_weighted_means_of_doubles_are_as_exact_as_doubles(way):
     """Totals in float32 would lose the ones beside 2**24."""
+    weights = torch.tensor([2**24, 1, 1])
     w = weights.double()
     expected = (w[0] * Y[0].double() + w[1] * Y[1].double() + w[2] * Y[2].double()) / (w[0] + w[1] + w[2])
     found = federated.program(WEIGHTED[way], clients=3)(Y.double(), weights)
@@ -554,7 +400,7 @@ def weighted_client(x, y):
     return {"loss": square(x, y), "x": x * y}, y.abs().sum()
 
 
-@fast_in("chunk_size", [None], [None, 1, 2])
+@fast_in("chunk_size", [None], [None, 2])
 def test_a_node_of_a_weighted_mean_is_the_two_verbs(chunk_size):
     rows = rows_of(5)
 
@@ -615,12 +461,11 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
-def test_forward_mode_twice_of_what_does_not_move(chunk_size):
+def test_forward_mode_twice_of_what_does_not_move():
     """Such as the number of a client's examples."""
     node = federated.program(
         lambda x: federated.map_reduce(
-            lambda x, y: ((x @ y) ** 2, y.sum()), (federated.broadcast(x), Y), reduce="sum", chunk_size=chunk_size
+            lambda x, y: ((x @ y) ** 2, y.sum()), (federated.broadcast(x), Y), reduce="sum", chunk_size=1
         ),
         clients=3,
     )
@@ -660,14 +505,13 @@ def test_who_does_not_take_part_does_not_count():
 # ---- where torch's batched derivatives are wrong
 
 
-@pytest.mark.parametrize("padding_idx", [None, 2, -3])
-def test_rows_of_padding_have_no_gradient(padding_idx):
+def test_rows_of_padding_have_no_gradient():
     """They would have one under vmap; in torch's loops they have tangents, so the oracle is reverse mode alone."""
     torch.manual_seed(0)
     rows, indices = torch.randn(5, 2, dtype=torch.float64), torch.tensor([[0, 2, 2], [1, 4, 2], [3, 3, 0]])
 
     def of_client(rows, indices):
-        return (torch.nn.functional.embedding(indices, rows, padding_idx).cumsum(0) ** 2).sum()
+        return (torch.nn.functional.embedding(indices, rows, 2).cumsum(0) ** 2).sum()
 
     def body(rows):
         return federated.reduce_sum(federated.map_fn(of_client, (federated.broadcast(rows), indices)))
@@ -678,19 +522,6 @@ def test_rows_of_padding_have_no_gradient(padding_idx):
     program = federated.program(body, clients=3)
     torch.testing.assert_close(grad(program)(rows), grad(in_a_loop)(rows))
     torch.testing.assert_close(hessian(program)(rows), jacrev(grad(in_a_loop))(rows))
-
-
-def test_the_source_of_select_scatter_has_its_own_gradient():
-    """Another client's, under vmap."""
-    x, y = torch.tensor([2.0, -1.0], dtype=torch.float64), rows_of(3)
-
-    def of_client(x, y):
-        return (torch.select_scatter(torch.outer(x, y), x * y, -1, -2) ** 3 * y).sum()
-
-    program = federated.program(
-        lambda x: federated.reduce_sum(federated.map_fn(of_client, (federated.broadcast(x), y))), clients=3
-    )
-    torch.testing.assert_close(grad(program)(x), grad(lambda x: sum(of_client(x, row) for row in y))(x))
 
 
 # ---- torch.compile
@@ -704,8 +535,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.slow("test_derivatives_are_programs_of_the_same_verbs")
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@fast_in("transform", ["grad"], list(TRANSFORMS))
 def test_compiled(transform):
     torch.compiler.reset()
     transformed = TRANSFORMS[transform](fax)
@@ -758,27 +588,6 @@ def test_threads_have_programs_of_their_own():
     for thread in threads:
         thread.join()
     assert found == {number: [float(number)] * 50 for number in found}
-
-
-@pytest.mark.parametrize("clients", [3, 4])
-def test_batches_of_nodes_whose_derivative_is_the_same_for_all(clients):
-    """As many clients as models, and others: the derivative by what is placed is that of no model."""
-    xs, ys = torch.tensor([1.0, 2.0, 3.0]), torch.arange(1.0, clients + 1)
-
-    @federated.program(clients=clients)
-    def program(x, y):
-        return federated.map_reduce(lambda x, y: x.sin() + y * y, (federated.broadcast(x), y), reduce="sum")
-
-    found = vmap(lambda x: vjp(program, x, ys)[1](torch.tensor(1.0))[1])(xs)
-    torch.testing.assert_close(found, (2 * ys).expand(3, clients))
-
-    @federated.program(clients=clients)
-    def ignoring(x, y):
-        return federated.map_reduce(lambda x, y: x + y.detach(), (federated.broadcast(x), y))
-
-    placed = torch.ones(clients, 2)
-    torch.testing.assert_close(jacrev(ignoring, 1)(torch.ones(2), placed), torch.zeros(2, clients, 2))
-    torch.testing.assert_close(jacfwd(ignoring, 1)(torch.ones(2), placed), torch.zeros(2, clients, 2))
 
 
 # ---- mistakes
@@ -852,30 +661,27 @@ def test_a_gradient_through_a_closure_is_refused(body):
 
 
 @pytest.mark.filterwarnings("ignore:Tensor.T is deprecated on 0-D")
-@fast_in("way", ["grad"], list(ways_to_a_closure(captures)))
-@fast_in("body", ["two verbs", "what it returns"], list(CAPTURING))
-def test_torch_compile_refuses_it_too(body, way):
+@pytest.mark.slow("test_a_gradient_through_a_closure_is_refused")
+@pytest.mark.parametrize("body", CAPTURING)
+def test_torch_compile_refuses_it_too(body):
     torch.compiler.reset()
-    function, argument = ways_to_a_closure(CAPTURING[body])[way]
+    function, argument = ways_to_a_closure(CAPTURING[body])["grad"]
     # Where torch.compile cannot trace a function as a whole, it runs as it is.
     with pytest.raises((RuntimeError, InvalidArgument), match=r"tensor of shape \[2?\] from around it"):
         torch.compile(function, backend="eager")(argument)
 
 
 @pytest.mark.parametrize("verb", [federated.map_fn, federated.map_reduce])
-@pytest.mark.parametrize("chunk_size", [None, 2, 1])
-def test_clients_may_not_write_into_what_they_share(verb, chunk_size):
+def test_clients_may_not_write_into_what_they_share(verb):
     def write(x, y):
         x.mul_(2)
         return x * y
 
-    program = federated.program(
-        lambda x: verb(write, (federated.broadcast(x), Y[:, 0]), chunk_size=chunk_size), clients=3
-    )
+    program = federated.program(lambda x: verb(write, (federated.broadcast(x), Y[:, 0]), chunk_size=2), clients=3)
     with pytest.raises(InvalidArgument, match="writes into what was broadcast, .*: clone it first"):
         program(torch.tensor(1.0))
     part = federated.program(
-        lambda x: verb(write, (federated.broadcast(x.expand(2))[:, :1], Y[:, :1]), chunk_size=chunk_size), clients=3
+        lambda x: verb(write, (federated.broadcast(x.expand(2))[:, :1], Y[:, :1]), chunk_size=2), clients=3
     )
     with pytest.raises(InvalidArgument, match="writes into what was broadcast, .*: clone it first"):
         part(torch.tensor(1.0))
@@ -897,96 +703,6 @@ def test_clients_may_not_write_into_a_tensor_of_no_client():
         program()
 
 
-def test_what_was_broadcast_can_be_copied_and_saved(tmp_path):
-    @federated.program(clients=3)
-    def program(x):
-        placed = federated.broadcast(x)
-        torch.save(placed, tmp_path / "placed")
-        copies = [placed, copy.deepcopy(placed), torch.load(tmp_path / "placed")]
-        return [federated.map_reduce(lambda x: 2 * x, one) for one in copies]
-
-    assert [one.tolist() for one in program(X)] == [(2 * X).tolist()] * 3
-
-
-def test_a_node_is_computed_again_as_it_was_under_autocast():
-    @federated.program(clients=3)
-    def program(x):
-        return federated.map_reduce(lambda x, y: (x @ y).square().sum(), (federated.broadcast(x), Y))
-
-    gradients = []
-    for is_inside in (True, False):
-        x = torch.linspace(-1, 1, 16).view(8, 2).requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            value = program(x)
-            if is_inside:
-                value.backward()
-        if not is_inside:
-            value.backward()
-        gradients.append(x.grad)
-    assert torch.equal(*gradients)
-    plain = grad(program)(torch.linspace(-1, 1, 16).view(8, 2))
-    assert not torch.equal(gradients[0], plain), "the function was not computed in bfloat16"
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, grad], ids=["value", "gradient"])
-def test_a_weighted_node_is_compiled(transform):
-    torch.compiler.reset()
-    weights = torch.tensor([1.0, 2.0, 4.0])
-
-    @federated.program(clients=3)
-    def mean(x, y):
-        return federated.map_reduce(lambda x, y: (x * y, y), (federated.broadcast(x), y), reduce="weighted_mean")
-
-    function = transform(mean)
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(torch.tensor(2.0), weights), function(torch.tensor(2.0), weights))
-
-
-class Scaled(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return x * self.w
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("verb", [federated.map_fn, federated.map_reduce])
-def test_scripts_with_parameters_are_refused(verb):
-    """No mode sees what they compute; each rank would have the gradient of its own clients."""
-    model = torch.jit.script(Scaled())
-    for function in (model, functools.partial(model), torch.jit.script(torch.nn.Sequential(Scaled()))):
-        program = federated.program(lambda y, function=function: verb(function, y), clients=3)
-        with pytest.raises(InvalidArgument, match="is what torch.jit.script has compiled, .*: use the module itself"):
-            program(Y[:, 0])
-        with torch.no_grad():
-            program(Y[:, 0])
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    torch.testing.assert_close(federated.program(lambda y: federated.map_fn(model, y), clients=3)(Y), 2 * Y)
-
-
-def test_gradients_of_tensors_around_a_client_function_are_constants():
-    w, x = torch.tensor(2.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
-    (w**3).backward()
-
-    @federated.program(clients=3)
-    def program(x):
-        return federated.reduce_mean(federated.map_fn(lambda x, y: w.grad * x * y, (federated.broadcast(x), Y[:, 0])))
-
-    program(x).backward()
-    torch.testing.assert_close(x.grad, 12.0 * Y[:, 0].mean())
-    read = federated.program(
-        lambda: federated.reduce_mean(federated.map_fn(lambda y: y if w.grad is None else w.grad.detach(), Y[:, 0])),
-        clients=3,
-    )
-    (w.grad,) = torch.autograd.grad(w**3, w, create_graph=True)
-    assert read() == 12.0
-    with pytest.raises(InvalidArgument, match=r"tensor of shape \[\] from around it in .*test_verbs.py"):
-        program(x)
-
-
 def test_forward_mode_and_batches_go_through_a_closure():
     program, lr = federated.program(captures, clients=3), torch.tensor(0.5)
     torch.testing.assert_close(jvp(lambda lr: program(X, lr), (lr,), (lr,))[1], program(X, lr))
@@ -1004,41 +720,12 @@ def test_they_do_not_go_through_that_of_a_node():
 # Of programs over two clients on a rank, for x [2] and y [2, 2], and what is said of them.
 MISTAKES = {
     "other clients": (lambda x, y: mean_loss(x, y[:1]), r"shape \[1, 2\] at \[1\], expected 2 as the first axis"),
-    "a number": (lambda x, y: federated.reduce_sum(x.sum()), r"shape \[\], expected 2 as the first axis"),
     "mean of integers": (
         lambda x, y: federated.reduce_mean(torch.ones(2, dtype=torch.int64)) * x.sum(),
         "reduce_mean of torch.int64",
     ),
-    "bools": (lambda x, y: federated.reduce_sum(y > 0) * x.sum(), "reduce_sum of bools"),
-    "bools of a node": (
-        lambda x, y: federated.map_reduce(lambda y: y > 0, y, reduce="sum") * x.sum(),
-        "reduce_sum of bools",
-    ),
-    "numbers that have no sum": (
-        lambda x, y: federated.reduce_sum(y.detach().to(torch.uint16)).float() + x.sum(),
-        "reduce_sum of torch.uint16, which is not added up",
-    ),
-    "numbers that have no sum, of a node": (
-        lambda x, y: federated.map_reduce(lambda y: y.detach().to(torch.float8_e5m2), y) + x.sum(),
-        "reduce_mean of torch.float8_e5m2, which is not added up",
-    ),
     "no tensor": (lambda x, y: federated.map_fn(lambda y: {"n": 3}, y), r"returns 3 at \['n'\], a int"),
-    "nothing": (lambda x, y: federated.map_reduce(lambda y: None, y), "returns None"),
-    "no tensor of the server": (lambda x, y: federated.broadcast([x, "x"]), "broadcast of 'x' at .*expected tensors"),
-    "other weights": (lambda x, y: federated.reduce_weighted_mean(y, x[:1]), r"weights of shape \[1\], expected \[2\]"),
-    "no mask": (
-        lambda x, y: federated.reduce_weighted_mean(y, x, mask=x),
-        "mask of torch.float32, expected torch.bool",
-    ),
-    "complex weights": (lambda x, y: federated.reduce_weighted_mean(y, x * 1j), "weights of torch.complex64"),
-    "no arguments": (lambda x, y: federated.map_fn(lambda: x, ()), "map_fn over no tensors"),
-    "another randomness": (
-        lambda x, y: federated.map_fn(torch.sin, y, randomness="some"),
-        "randomness='some', expected",
-    ),
-    "no clients at a time": (lambda x, y: federated.map_fn(torch.sin, y, chunk_size=0), "chunk_size=0, expected"),
     "random numbers": (lambda x, y: federated.map_fn(torch.rand_like, y), 'draws random numbers: say randomness="dif'),
-    "random numbers in a node": (lambda x, y: federated.map_reduce(torch.rand_like, y), "draws random numbers: say"),
     "writes": (
         lambda x, y: federated.map_fn(lambda x: x.add_(1), federated.broadcast(x)),
         "writes into what was broadcast, .* clone it first",
@@ -1047,21 +734,9 @@ MISTAKES = {
         lambda x, y: federated.map_fn(lambda y: federated.reduce_sum(y), y),
         "reduce_sum inside a client function",
     ),
-    "the same name": (
-        lambda x, y: federated.program(mean_loss, clients=2)(x, y),
-        "a program over 'clients' inside another",
-    ),
     "no pair": (
         lambda x, y: federated.map_reduce(lambda y: y.sum(), y, reduce="weighted_mean"),
         "returns a Tensor, expected a pair: a value and its weight",
-    ),
-    "a value that is no floating one": (
-        lambda x, y: federated.map_reduce(lambda y: (3, y.sum()), y, reduce="weighted_mean"),
-        "map_reduce of torch.int64",
-    ),
-    "no weight of a client": (
-        lambda x, y: federated.map_reduce(lambda y: (y, y), y, reduce="weighted_mean"),
-        r"with a weight torch.float32 \[2\], expected a real tensor \[\]",
     ),
     "no weight in a node": (
         lambda x, y: federated.map_reduce(lambda y: (y, 0 * y.sum()), y, reduce="weighted_mean"),
@@ -1121,15 +796,9 @@ def test_mistakes_on_ranks_are_known_on_all(pool2):
     ("run", "message"),
     [
         (lambda: federated.broadcast(X), "outside of a program"),
-        (lambda: federated.map_fn(torch.sin, X), "outside of a program"),
-        (lambda: federated.map_reduce(torch.sin, X), "outside of a program"),
-        (lambda: grad(lambda x: federated.reduce_mean(x))(X), "outside of a program"),
         (lambda: federated.program(mean_loss, clients=3, silos=2), "one placement"),
         (lambda: federated.program(mean_loss, clients=0), "clients=0"),
-        (lambda: federated.local_slice(-3), "size=-3"),
-        (lambda: federated.local_slice(2.5), "size=2.5"),
         (lambda: federated.local_slice(5, num_local=5), "num_local=5, expected a number for each rank"),
-        (lambda: federated.program(mean_loss, clients=3, num_local=2)(X, Y), "num_local=2, but this process alone"),
     ],
 )
 def test_mistakes_around_programs(run, message):
@@ -1168,7 +837,7 @@ def differs(rank, world_size, what):
     with process_group():
         program = federated.program(
             other if is_odd and what == "program" else total,
-            clients=7 if is_odd and what == "clients" else 6,
+            clients=6,
             num_local=2 if what == "sizes" else 3,
         )
         rows = 1 if is_odd and what == "axis" else 2 if what == "sizes" else 3
@@ -1185,7 +854,6 @@ def differs(rank, world_size, what):
     ("what", "messages"),
     [
         ("program", ["rank 1 has .*other"] * 2),
-        ("clients", ["rank 0 has 6 clients, rank 1 has 7 clients"] * 2),
         ("shapes", [r"rank 0 has \[(3, )?4\] torch.float32, rank 1 has \[(3, )?5\]"] * 2),
         ("sizes", [r"the ranks hold \[2, 2\] clients, 4 in all, but .* is over 6"] * 2),
         ("axis", ["rank 1 raised InvalidArgument: .*expected 3 as the first", "expected 3 as the first"]),
@@ -1290,11 +958,6 @@ def test_other_names_are_an_error_on_all_ranks(pool2, change):
             assert first != second
 
 
-class Color(enum.Enum):
-    RED = 1
-    BLUE = 2
-
-
 class Key:
     """Written with where it is in memory."""
 
@@ -1303,31 +966,21 @@ def of_keys(rank, world_size, kind):
     """What dictionaries with such keys give, and with them in another order on one rank."""
     keys = {
         "tuples": [(0, "w"), (0, "b")],
-        "enumerations": list(Color),
-        "numbers of numpy": [numpy.int64(3), numpy.int64(4)],
-        "dtypes": [torch.float32, torch.int64],
-        "sets": [frozenset({"a", "b", "c"}), frozenset({"d", "e", "f"})],
-        "odd texts": ['a"|\n\\', "a%7C"],
         "objects": [Key(), Key()],
-        "parameters": [torch.nn.Parameter(torch.rand(2)) for _ in range(2)],
     }[kind]
     with process_group():
         values = {key: torch.full((1,), 10.0**number) for number, key in enumerate(keys)}
         program = federated.program(federated.reduce_sum, clients=2)
-        if kind not in ("objects", "parameters"):
+        if kind == "tuples":
             with pytest.raises(InvalidArgument) as caught:
                 program(values if rank == 0 else dict(reversed(values.items())))
-            first, second = (f"has {pytree.MappingKey(key)} " in str(caught.value) for key in keys)
-            assert kind == "sets" or (first and second), str(caught.value)
+            assert all(f"has {pytree.MappingKey(key)} " in str(caught.value) for key in keys), str(caught.value)
         return [float(x) for x in program(values).values()]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["tuples", "enumerations", "numbers of numpy", "dtypes", "sets", "odd texts", "objects", "parameters"],
-)
+@pytest.mark.parametrize("kind", ["tuples", "objects"])
 def test_keys_of_all_kinds_are_told_apart(pool2, kind):
-    """But for those that each rank has at another place, or with other content, which are taken in their order."""
+    """But for those that each rank has at another place, which are taken in their order."""
     assert pool2.run(of_keys, args=(kind,)) == [[2.0, 20.0]] * 2
 
 
@@ -1385,29 +1038,7 @@ def test_clients_of_different_ranks_draw_different_numbers_in_a_node(pool2):
         assert mean_of_squares - mean**2 > 1e-4, "the variance over the clients"
 
 
-def drawn_without_values(rank, world_size, verb):
-    """What the program gives where a graph is made of it, and where shapes alone are computed."""
-
-    def body(y):
-        run = getattr(federated, verb)
-        return run(lambda y: torch.rand(3) + y, y, randomness="different")
-
-    with process_group():
-        y = torch.zeros(3)[federated.local_slice(3)]
-        program = federated.program(body, clients=3)
-        drawing = [node for node in make_fx(program)(y).graph.nodes if node.target is torch.ops.aten.rand.default]
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return len(drawing), tuple(program(y).shape)
-
-
-@pytest.mark.parametrize("verb", ["map_fn", "map_reduce"])
-def test_programs_that_draw_are_looked_at(pool2, verb):
-    for rank, (number, shape) in enumerate(pool2.run(drawn_without_values, args=(verb,))):
-        assert number == 1
-        assert shape == ((2 - rank, 3) if verb == "map_fn" else (3,))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 2, 1])
+@pytest.mark.parametrize("chunk_size", [None, 1])
 def test_all_chunks_of_a_node_draw_the_same(chunk_size):
     def draw(y):
         number = torch.rand(()) + 0 * y
@@ -1449,32 +1080,6 @@ def test_what_stands_for_a_client_can_be_inverted(pools):
             torch.testing.assert_close(one, torch.tensor(own[rank]).view(-1, 2))
 
 
-@dataclasses.dataclass
-class Checked:
-    """Looks at what it is made of."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-    def __post_init__(self):
-        assert self.left.dim() == self.right.dim()
-
-
-pytree.register_dataclass(Checked)
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean", "weighted_mean"])
-def test_a_node_of_a_class_that_looks_at_its_tensors(reduce):
-    def of_client(y):
-        pair = Checked(y.sum().half(), y.prod())
-        return (pair, torch.ones(())) if reduce == "weighted_mean" else pair
-
-    found = federated.program(lambda y: federated.map_reduce(of_client, y, reduce=reduce), clients=3)(Y)
-    number = 1 if reduce == "sum" else 3
-    torch.testing.assert_close(found.left, (Y.sum(1).half().sum() / number), rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(found.right, Y.prod(1).sum() / number)
-
-
 def compiled_on_some(rank, world_size):
     """torch.compile may give up on one rank and not on another, and one may not use it at all."""
     values, found = {"b": torch.full((1,), 2.0), "a": torch.ones(1)}, []
@@ -1488,22 +1093,8 @@ def compiled_on_some(rank, world_size):
     return [[float(one["a"]), float(one["b"])] for one in found], str(caught.value)
 
 
+@pytest.mark.slow("test_other_names_are_an_error_on_all_ranks")
 def test_ranks_of_which_one_runs_without_torch_compile(pool2):
     for found, message in pool2.run(compiled_on_some):
         assert found == [[2.0, 4.0]] * 4
         assert re.search(r"rank 0 has .*\['a'\] .*, rank 1 has .*\['c'\] ", message), message
-
-
-def many_splits(rank, world_size):
-    """How many buffers the reductions of this process keep."""
-    with process_group():
-        for first in range(1, 20):
-            program = federated.program(mean_loss, clients=20, num_local=[first, 20 - first])
-            program(torch.zeros(2), torch.zeros([first, 20 - first][rank], 2))
-        kept = {id(known) for one in placement._by_key.values() for known in one._memory.values()}
-        reductions = {id(one) for split in placement._by_key.values() for one in split.agreed}
-    return len(kept), len(reductions)
-
-
-def test_splits_of_one_program_share_their_memory():
-    assert spawn(many_splits, 2) == [(1, 1)] * 2
