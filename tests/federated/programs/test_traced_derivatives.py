@@ -291,7 +291,11 @@ def check_random_client(seed, split=None):
     except RuntimeError:
         return False
     x = X[federated.local_slice(3, num_local=split)] if split else X
-    found = traced(way, program(client, num_local=split), x)(W, x)
+    try:
+        found = traced(way, program(client, num_local=split), x)(W, x)
+    except RuntimeError as error:
+        assert "has_fw_view() INTERNAL ASSERT FAILED" in str(error)  # a bug of torch's fake tensors under jvp
+        return False
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9), f"seed {seed}, {way}: {found}, not {expected}"
     return True
 
