@@ -73,9 +73,7 @@ void bind_memory(py::module_& m) {
         py::gil_scoped_release release;
         for (size_t i = 0; i < addresses.size(); ++i) {
           const DType dtype = dtype_from(dtypes.at(i));
-          uint64_t count = 0;
-          kernels::count_nonfinite(dtype, pointer(addresses[i]), numels.at(i), stride, &count, Stream{});
-          if (count > 0) return false;
+          if (kernels::count_nonfinite(dtype, pointer(addresses[i]), numels.at(i), stride) > 0) return false;
         }
         return true;
       },

@@ -11,7 +11,6 @@
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
 #include "csrc/kernels/half_codec.h"
-#include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/weighted_sum.h"
@@ -24,7 +23,6 @@
 #include "csrc/kernels/cuda/copy_to_cold.cu"
 #include "csrc/kernels/cuda/digest.cu"
 #include "csrc/kernels/cuda/half_codec.cu"
-#include "csrc/kernels/cuda/nonfinite.cu"
 #include "csrc/kernels/cuda/reduce.cu"
 #include "csrc/kernels/cuda/subtract.cu"
 #include "csrc/kernels/cuda/weighted_sum.cu"
@@ -276,23 +274,6 @@ TEST_F(CudaElementwise, SegmentsAreCopiedInOneLaunch) {
     EXPECT_EQ(counters.num_launches - num_launches, 1u);
     for (size_t i = 0; i < to.size(); ++i) {
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, *to[i], expected[i], false, "a byte"));
-    }
-  }
-}
-
-TEST_F(CudaElementwise, CountsOfNonfiniteAreTheCpus) {
-  for (DType dtype : kFloats) {
-    for (size_t numel : kSizes) {
-      for (size_t stride : {1, 2, 7, 2048}) {
-        const size_t skew = stride % 2 * item_bytes(dtype);
-        std::vector<uint8_t> data = random_bits(dtype, numel, numel);
-        for (size_t i = 0; i < numel; i += 3) testing::store_real(dtype, data.data(), i, i % 2 ? HUGE_VAL : NAN);
-        DeviceArray device_data(data, skew);
-        uint64_t expected = 11, got = 11;
-        kernels::count_nonfinite(dtype, data.data(), numel, stride, &expected, kCpu);
-        kernels::cuda_on_fibres::count_nonfinite(dtype, device_data.data(), numel, stride, &got, kCudaStream);
-        ASSERT_EQ(got, expected) << dtype_name(dtype) << " " << numel << " stride " << stride;
-      }
     }
   }
 }
