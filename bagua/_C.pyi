@@ -19,7 +19,6 @@ def adam(
     factors: collections.abc.Sequence[tuple[float, float]],
     options: tuple[float, float, float, float],
     is_frozen: bool,
-    scaling: tuple[int, int],
     stream: tuple[int, int, int] | None,
     num_threads: int,
 ) -> None: ...

@@ -348,10 +348,7 @@ void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOpt
               *array = at(*array);
             }
           }
-          AdamOptions given = options;
-          given.grad_scale = at(options.grad_scale);
-          given.found_inf = at(options.found_inf);
-          cpu::adam(dtype, seen.data(), count, given);
+          cpu::adam(dtype, seen.data(), count, options);
         },
         [=] { cuda::adam(dtype, some.data(), count, options, stream); });
   }

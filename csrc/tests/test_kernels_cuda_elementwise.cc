@@ -413,14 +413,12 @@ void expect_adam(DType dtype, int num_tensors, const kernels::AdamOptions& optio
 }
 
 TEST_F(CudaElementwise, AdamsStepIsTheCpus) {
-  const float grad_scale = 1024.5f, no_inf = 0, found_inf = 1;
   for (DType dtype : kFloats) {
     for (bool is_frozen : {false, true}) {
       for (int num_tensors : {1, 11, kernels::kAdamMaxTensors}) {
         ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, num_tensors, {0.9, 0.999, 1e-8, 0.01, is_frozen}));
       }
-      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.3, 0.9, 1e-3, 0, is_frozen, &grad_scale, &no_inf}));
-      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.9, 0.999, 1e-8, 0, is_frozen, &grad_scale, &found_inf}));
+      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.3, 0.9, 1e-3, 0, is_frozen}));
     }
   }
 }
