@@ -19,16 +19,10 @@ def adam(
     factors: collections.abc.Sequence[tuple[float, float]],
     options: tuple[float, float, float, float],
     is_frozen: bool,
-    scaling: tuple[int, int],
     stream: tuple[int, int, int] | None,
     num_threads: int,
 ) -> None: ...
-def all_finite(
-    addresses: collections.abc.Sequence[int],
-    numels: collections.abc.Sequence[int],
-    dtypes: collections.abc.Sequence[int],
-    stride: int,
-) -> bool: ...
+def all_finite(address: int, numel: int, dtype: int, stride: int) -> bool: ...
 def codec_block_numel(arg0: str, /) -> int: ...
 def codec_decode(
     codec: str, bytes: int, dtype: int, numel: int, destination: int, stream: tuple[int, int, int] | None = ...

@@ -301,7 +301,7 @@ class Bucket:
         seen = self.works[0].is_result_finite if self.is_result else None
         if seen is not None and (seen is False or self.dtype != torch.float16):
             return seen
-        return are_finite(self._flat, self._stride())
+        return _C.all_finite(self._flat.data_ptr(), self.numel, dtype_code(self.dtype), self._stride())
 
     def finite_flag(self) -> torch.Tensor:
         """Returns ``is_finite`` on a device: a bool without dimensions there, for which nothing waits."""
@@ -316,11 +316,6 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
-
-
-def are_finite(flat: torch.Tensor, stride: int = 1) -> bool:
-    """Returns True if a contiguous 1-D tensor of the CPU holds no NaN and no Inf in every ``stride``-th element."""
-    return _C.all_finite([flat.data_ptr()], [flat.numel()], [dtype_code(flat.dtype)], stride)
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

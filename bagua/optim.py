@@ -310,7 +310,6 @@ class _Launch:
             self._factors,
             options,
             self._is_frozen,
-            (0, 0),  # no scale of a GradScaler, and no flag
             current_stream(self._device),
             torch.get_num_threads(),
         )

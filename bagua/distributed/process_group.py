@@ -291,7 +291,7 @@ class ProcessGroup:
         blocking: bool = False,
         feedback: Residuals | None = None,
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
-        checks_result: bool = False,  # for Work.is_result_finite
+        checks_result: bool = False,  # for Work.is_result_finite, on the CPU
         subject: int = 0,
     ) -> Work:
         """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals.

@@ -96,16 +96,8 @@ class Work:
 
     @property
     def is_result_finite(self) -> bool | None:
-        """True if the result holds no NaN and no Inf; None if that was not to be checked. Once completed."""
+        """True if the result holds no NaN and no Inf; None if that was not checked, as on a device. Once completed."""
         return self._core.is_result_finite
-
-    def is_found_finite(self) -> bool:
-        """``is_result_finite`` of an operation on a device that was to look, after ``wait``; waits for its end."""
-        try:
-            self._core.wait(self._limit_s)
-        except BaguaError as error:
-            raise self._job_ranks.told(error) from None
-        return self._core.is_result_finite is not False
 
     def is_completed(self) -> bool:
         """Returns True if the operation has ended, well or not. Never blocks."""

@@ -71,8 +71,8 @@ void bind_adam(py::module_& m) {
       [](int dtype, const std::vector<size_t>& numels, const std::vector<uintptr_t>& parameters,
          const std::vector<uintptr_t>& grads, const std::vector<uintptr_t>& exp_avgs,
          const std::vector<uintptr_t>& exp_avg_sqs, const std::vector<std::pair<double, double>>& factors,
-         const std::tuple<double, double, double, double>& options, bool is_frozen,
-         const std::pair<uintptr_t, uintptr_t>& scaling, const StreamChoice& stream, size_t num_threads) {
+         const std::tuple<double, double, double, double>& options, bool is_frozen, const StreamChoice& stream,
+         size_t num_threads) {
         const DType type = dtype_from(dtype);
         std::vector<AdamTensor> tensors;
         tensors.reserve(numels.size());
@@ -85,13 +85,7 @@ void bind_adam(py::module_& m) {
           }
         }
         const auto [beta1, beta2, eps, weight_decay] = options;
-        const AdamOptions all{beta1,
-                              beta2,
-                              eps,
-                              weight_decay,
-                              is_frozen,
-                              static_cast<const float*>(pointer(scaling.first)),
-                              static_cast<const float*>(pointer(scaling.second))};
+        const AdamOptions all{beta1, beta2, eps, weight_decay, is_frozen};
         py::gil_scoped_release release;
         if (stream) {
           kernels::adam(type, tensors.data(), static_cast<int>(tensors.size()), all, chosen(stream));
@@ -100,11 +94,11 @@ void bind_adam(py::module_& m) {
         }
       },
       py::arg("dtype"), py::arg("numels"), py::arg("parameters"), py::arg("grads"), py::arg("exp_avgs"),
-      py::arg("exp_avg_sqs"), py::arg("factors"), py::arg("options"), py::arg("is_frozen"), py::arg("scaling"),
-      py::arg("stream"), py::arg("num_threads"),
+      py::arg("exp_avg_sqs"), py::arg("factors"), py::arg("options"), py::arg("is_frozen"), py::arg("stream"),
+      py::arg("num_threads"),
       "Tensors of one type by their addresses, and for each the step size and the bias correction of v. `options` are "
-      "beta1, beta2, eps and weight_decay, `scaling` the addresses of grad_scale and found_inf or 0; see adam.h. On a "
-      "device it is enqueued on `stream`; on the CPU `num_threads` share it.");
+      "beta1, beta2, eps and weight_decay; see adam.h. On a device it is enqueued on `stream`; on the CPU "
+      "`num_threads` share it.");
 }
 
 }  // namespace bagua

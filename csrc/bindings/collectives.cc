@@ -16,9 +16,7 @@
 #include "csrc/bindings/group.h"
 #include "csrc/bindings/topology.h"
 #include "csrc/codecs/codec.h"
-#include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/arguments.h"
-#include "csrc/device/memory.h"
 #include "csrc/kernels/nonfinite.h"
 
 namespace bagua {
@@ -98,22 +96,13 @@ collectives::InputSegments use_segments(const SegmentsChoice& choice, DType dtyp
   return collectives::InputSegments(std::move(segments));
 }
 
-// Looks at the result of an operation that is to report whether it is finite. NaN and infinity of any rank are in every
-// rank's result. A codec makes NaN of whole blocks, so one element of each tells; but f16 may overflow where it is
-// decoded, in any element.
+// Looks at the result, on the CPU, of an operation that is to report whether it is finite. NaN and infinity of any rank
+// are in every rank's result. A codec makes NaN of whole blocks, so one element of each tells; but f16 may overflow
+// where it is decoded, in any element.
 void look_at_result(Context& context, const void* data, size_t numel, DType dtype, const Codec* codec) {
+  if (!context.stream.is_cpu()) return;
   const size_t stride = codec != nullptr && dtype != DType::kF16 ? codec->block_numel() : 1;
-  if (context.stream.is_cpu()) {
-    uint64_t count = 0;
-    kernels::count_nonfinite(dtype, data, numel, stride, &count, context.stream);
-    context.is_result_finite = count == 0;
-    return;
-  }
-  auto* count = reinterpret_cast<uint64_t*>(context.workspace.get(collectives::kNumNonfinite, sizeof(uint64_t)));
-  device::fill_zero(count, sizeof *count, context.stream);
-  kernels::count_nonfinite(dtype, data, numel, stride, count, context.stream);
-  device::runtime_of(context.stream.device).copy_to_host(context.num_nonfinite, count, sizeof *count, context.stream);
-  context.counts_nonfinite = true;
+  context.is_result_finite = kernels::count_nonfinite(dtype, data, numel, stride) == 0;
 }
 
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }

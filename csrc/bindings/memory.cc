@@ -68,19 +68,12 @@ void bind_memory(py::module_& m) {
       py::arg("destination"), py::arg("source"), py::arg("bytes"));
   m.def(
       "all_finite",
-      [](const std::vector<uintptr_t>& addresses, const std::vector<size_t>& numels, const std::vector<int>& dtypes,
-         size_t stride) {
+      [](uintptr_t address, size_t numel, int dtype, size_t stride) {
         py::gil_scoped_release release;
-        for (size_t i = 0; i < addresses.size(); ++i) {
-          const DType dtype = dtype_from(dtypes.at(i));
-          uint64_t count = 0;
-          kernels::count_nonfinite(dtype, pointer(addresses[i]), numels.at(i), stride, &count, Stream{});
-          if (count > 0) return false;
-        }
-        return true;
+        return kernels::count_nonfinite(dtype_from(dtype), pointer(address), numel, stride) == 0;
       },
-      py::arg("addresses"), py::arg("numels"), py::arg("dtypes"), py::arg("stride"),
-      "Whether the tensors hold no NaN and no infinity; with a stride one element of so many is looked at.");
+      py::arg("address"), py::arg("numel"), py::arg("dtype"), py::arg("stride"),
+      "Whether a tensor of the CPU holds no NaN and no infinity; of `stride` elements one is looked at.");
   m.def(
       "digest",
       [](const std::vector<uintptr_t>& addresses, const std::vector<size_t>& sizes, uintptr_t digests,

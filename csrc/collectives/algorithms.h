@@ -22,7 +22,6 @@ enum WorkspaceSlot : int {
   kTables = 5,         // of the host's workspace: addresses and pointers, one per rank
   kTotals = 6,         // compressed: f32 values with their residuals; difference ring: what is encoded
   kGathered = 7,       // compressed: a chunk whose values lie in several segments
-  kNumNonfinite = 8,   // of a device: what look_at_result counts
 };
 
 // Memory of the host for addresses and pointers, until it is asked for again.

@@ -35,11 +35,8 @@ struct Context {
 
   size_t chunk_scale() const { return stream.is_cpu() ? 1 : thresholds.device_chunk_scale; }
 
-  // Results of an operation that looked whether its result is finite: at its end on the CPU; on a device
-  // `num_nonfinite`, in pinned memory, once everything that it enqueued is done.
+  // Whether the result is finite, where an operation of the CPU has looked.
   std::optional<bool> is_result_finite = {};
-  uint64_t* num_nonfinite = nullptr;
-  bool counts_nonfinite = false;
 
   // Returns, on a device, at least so many bytes of pinned memory, until the next operation's.
   std::function<void*(size_t bytes)> pinned = {};

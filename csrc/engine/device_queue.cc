@@ -114,7 +114,6 @@ bool Engine::complete_done() {
     if (failure) {
       fail(task, *failure, operation.done);
     } else {
-      if (operation.num_nonfinite) task.work->set_result_finite(*operation.num_nonfinite == 0);
       complete(task, 0, operation.bytes_sent, operation.network_bytes_sent);
     }
     it = enqueued_.erase(it);

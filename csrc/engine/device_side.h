@@ -1,5 +1,5 @@
-// DeviceSide: what a group keeps on one device: the stream on which its operations run, scratch memory, pinned counters
-// that the device reports in, and events that say when an operation ran. For the group's worker thread.
+// DeviceSide: what a group keeps on one device: the stream on which its operations run, scratch memory, pinned memory
+// of the host, and events that say when an operation ran. For the group's worker thread.
 #pragma once
 
 #include <algorithm>
@@ -43,20 +43,6 @@ class DeviceSide {
   void record(device::Event event) { runtime_.record(event, stream_); }
   int64_t logged_until_ns = 0;  // the end of the last operation in the log
 
-  // In pinned memory; goes back to its side, which outlives it.
-  using Counter = std::unique_ptr<uint64_t, std::function<void(uint64_t*)>>;
-
-  Counter take_counter() {
-    if (free_.empty()) {
-      blocks_.push_back(runtime_.allocate_pinned(kCountersPerBlock * sizeof(uint64_t)));
-      auto* counters = static_cast<uint64_t*>(blocks_.back());
-      for (size_t i = 0; i < kCountersPerBlock; ++i) free_.push_back(counters + i);
-    }
-    uint64_t* const counter = free_.back();
-    free_.pop_back();
-    return {counter, [this](uint64_t* taken) { free_.push_back(taken); }};
-  }
-
   // At least so many bytes of pinned memory, until it is asked for again: for a tensor that the host works on. What was
   // smaller is kept, since a copy may use it.
   void* pinned(size_t bytes) {
@@ -69,7 +55,7 @@ class DeviceSide {
     return pinned_;
   }
 
-  // Two timing events, of an operation's begin and its end; as a Counter.
+  // Two timing events, of an operation's begin and its end; they go back to their side, which outlives them.
   struct IntervalEvents {
     device::Event begin;
     device::Event end;
@@ -91,8 +77,6 @@ class DeviceSide {
   }
 
  private:
-  static constexpr size_t kCountersPerBlock = 512;
-
   bool has_come_to_an_end() const {
     try {
       return device::is_done_by(Deadline::after(device::kLongestWork), *device::recorded_event(stream_));
@@ -105,7 +89,6 @@ class DeviceSide {
   const Stream stream_;
   Workspace workspace_;
   std::vector<void*> blocks_;
-  std::vector<uint64_t*> free_;
   void* pinned_ = nullptr;  // of blocks_
   size_t pinned_bytes_ = 0;
   DeviceClock clock_;

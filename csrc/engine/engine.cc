@@ -238,8 +238,6 @@ void Engine::execute(Task& task) {
     if (side != nullptr) side->record(interval->begin);
     Workspace& workspace = side != nullptr ? side->workspace() : workspace_;
     Context context{GroupView(*communicator_), workspace, workspace_, events_, stream, thresholds_, rng_key};
-    DeviceSide::Counter num_nonfinite = side != nullptr ? side->take_counter() : DeviceSide::Counter{};
-    context.num_nonfinite = num_nonfinite.get();
     if (side != nullptr) context.pinned = [side](size_t bytes) { return side->pinned(bytes); };
     communicator_->begin(task.operation, deadline, task.interrupt, stream);
     DeviceTurns::Enqueued before = communicator_->before_on_device();
@@ -249,11 +247,10 @@ void Engine::execute(Task& task) {
     const uint64_t sent = communicator_->bytes_sent() - sent_before;
     const uint64_t network_sent = communicator_->network_bytes_sent() - network_sent_before;
     if (side != nullptr) {
-      if (!context.counts_nonfinite) num_nonfinite.reset();
       side->record(interval->end);  // may throw, as the next
       auto done = device::recorded_event(stream);
-      note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
-                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)});
+      note_enqueued({std::move(task), deadline, std::move(done), std::move(interval), events_.waits_for_some(),
+                     begin_ns, sent, network_sent, std::move(before)});
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -368,7 +365,7 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}});
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, false, it->begin_ns, 0, 0, {}});
         }
         it = in_flight_.erase(it);
         advanced = true;

@@ -98,9 +98,8 @@ class Engine {
   struct Enqueued {
     Task task;
     Deadline deadline;
-    device::SharedEvent done;           // behind all of it
-    DeviceSide::Counter num_nonfinite;  // null where the operation was not to look
-    DeviceSide::Interval interval;      // null of a message, which the log does not have
+    device::SharedEvent done;       // behind all of it
+    DeviceSide::Interval interval;  // null of a message, which the log does not have
     bool waits_for_some = false;
     int64_t begin_ns = 0;
     uint64_t bytes_sent = 0;

@@ -100,7 +100,7 @@ class Work {
   }
   // Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec.
   uint64_t nonfinite_blocks() const { return nonfinite_blocks_.load(std::memory_order_relaxed); }
-  // Whether the result holds no NaN and no infinity, where the operation was to look; equal on all ranks.
+  // Whether the result holds no NaN and no infinity, where the operation, of the CPU, was to look; equal on all ranks.
   std::optional<bool> is_result_finite() const {
     const int known = result_.load(std::memory_order_relaxed);
     return known == kNotLooked ? std::nullopt : std::optional<bool>(known == kFinite);

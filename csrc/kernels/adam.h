@@ -1,6 +1,6 @@
 // Contract of the step of bagua.optim.QAdam: Adam, whose second moment may stand still, of many tensors at once.
 //
-// With g the gradient, times 1 / grad_scale where there is one, plus weight_decay * x where that is not 0:
+// With g the gradient, plus weight_decay * x where that is not 0:
 //
 //   m <- m + (1 - beta1) (g - m)                       from 1 - beta1 = 0.5 on as g - (g - m) beta1
 //   v <- beta2 v + (1 - beta2) g g                     not where it is frozen: there m <- m * (1 where v > 0, else 0)
@@ -23,19 +23,15 @@ namespace bagua::kernels {
 inline constexpr int kAdamMaxTensors = 64;
 
 struct AdamTensor {
-  void *parameter, *grad, *exp_avg, *exp_avg_sq;  // x, g, m, v; g is only read unless there is a grad_scale
+  void *parameter, *grad, *exp_avg, *exp_avg_sq;  // x, g, m, v; g is only read
   size_t numel;
   double step_size;   // -lr / (1 - beta1^t)
   double correction;  // sqrt(1 - beta2^t), t standing still where v does
 };
 
-// `grad_scale` and `found_inf` are null or lie where the stream runs, as torch.amp.GradScaler has them for fused
-// optimizers: g becomes g / grad_scale in memory, too, and where found_inf is not 0 nothing is written.
 struct AdamOptions {
   double beta1, beta2, eps, weight_decay;
   bool is_frozen;
-  const float* grad_scale = nullptr;
-  const float* found_inf = nullptr;
 };
 
 // All of one type in {f32, f64, f16, bf16}.

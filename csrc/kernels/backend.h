@@ -50,7 +50,6 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream);
 void copy_segments(const CopySegment* segments, int num_segments, Stream stream);
 void subtract(float* destination, const float* source, size_t numel, Stream stream);
-void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream);
 void digest(const DigestPiece* pieces, int num_pieces, uint64_t* digests, Stream stream);
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);

@@ -313,12 +313,10 @@ void subtract(float* destination, const float* source, size_t numel, Stream stre
       [=] { cuda::subtract(destination, source, numel, stream); });
 }
 
-void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream) {
+size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride) {
   check_one_of(is_floating(dtype), "count_nonfinite", "dtype", dtype, "float32, float64, float16, bfloat16");
   if (stride == 0) reject("count_nonfinite: stride is 0, expected 1 or more");
-  run(
-      "count_nonfinite", stream, [=](auto at) { *at(count) += cpu::count_nonfinite(dtype, at(data), numel, stride); },
-      [=] { cuda::count_nonfinite(dtype, data, numel, stride, count, stream); });
+  return cpu::count_nonfinite(dtype, data, numel, stride);
 }
 
 void digest(const DigestPiece* pieces, int num_pieces, uint64_t* digests, Stream stream) {
@@ -350,10 +348,7 @@ void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOpt
               *array = at(*array);
             }
           }
-          AdamOptions given = options;
-          given.grad_scale = at(options.grad_scale);
-          given.found_inf = at(options.found_inf);
-          cpu::adam(dtype, seen.data(), count, given);
+          cpu::adam(dtype, seen.data(), count, options);
         },
         [=] { cuda::adam(dtype, some.data(), count, options, stream); });
   }

@@ -394,7 +394,7 @@ TEST(DeviceFailures, PinnedMemoryIsKeptForADeviceThatIsLate) {
       stamp(0, 2), 8, 50ms,
       [&](Context& context) -> uint64_t {
         run_slowly(context.stream, 300ms);
-        emulated().copy_to_host(context.num_nonfinite, data, 8, context.stream);
+        emulated().copy_to_host(context.pinned(8), data, 8, context.stream);
         emulated().call(context.stream, "copied", [&] { has_copied = true; });
         return 0;
       },

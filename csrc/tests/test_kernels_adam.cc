@@ -1,6 +1,5 @@
 // Adam's step against a plain loop in which every operation rounds to the type that is computed in: type x numel x
-// misalignment, before and after the second moment is frozen, decay, both forms of the mean, gradients that a scaler
-// has scaled, NaN, and the errors.
+// misalignment, before and after the second moment is frozen, decay, both forms of the mean, NaN, and the errors.
 #include "csrc/kernels/adam.h"
 
 #include "csrc/tests/test_kernels_oracle.h"
@@ -29,9 +28,6 @@ Element define(DType dtype, Element e, const AdamTensor& tensor, const AdamOptio
   };
   const double rest1 = r(1 - options.beta1), beta2 = r(options.beta2), rest2 = r(1 - options.beta2);
   const double step_size = r(tensor.step_size), correction = r(tensor.correction);
-  if (options.grad_scale != nullptr) {
-    e.g = r(e.g * static_cast<double>(static_cast<float>(1.0 / static_cast<double>(*options.grad_scale))));
-  }
   double g = e.g;
   if (options.weight_decay != 0) g = r(g + r(r(options.weight_decay) * e.x));
   const double distance = r(g - e.m);
@@ -81,27 +77,18 @@ void check(DType dtype, size_t numel, size_t offset_bytes, const AdamOptions& op
 }
 
 TEST(Adam, EqualsTheDefinition) {
-  const float grad_scale = 96.0f, no_inf = 0.0f;
   for (DType dtype : kFloats) {
     for (size_t numel : kSmallSizes) {
       for (size_t offset : {size_t{0}, item_bytes(dtype)}) {
         for (bool is_frozen : {false, true}) {
           check(dtype, numel, offset, {0.9, 0.999, 1e-8, 0, is_frozen});
           check(dtype, numel, offset, {0.9, 0.99, 1e-3, 0.1, is_frozen});
-          check(dtype, numel, offset, {0.5, 0.9, 1e-8, 0.1, is_frozen, &grad_scale, &no_inf});
-          check(dtype, numel, offset, {0, 0, 1e-8, 0, is_frozen, &grad_scale});
+          check(dtype, numel, offset, {0.5, 0.9, 1e-8, 0.1, is_frozen});
+          check(dtype, numel, offset, {0, 0, 1e-8, 0, is_frozen});
         }
       }
     }
   }
-}
-
-TEST(Adam, WritesNothingWhereInfinityWasFound) {
-  const float grad_scale = 96.0f, found_inf = 1.0f;
-  float values[] = {1, 2, 3, 4};
-  const AdamTensor tensor{&values[0], &values[1], &values[2], &values[3], 1, -1.0, 1.0};
-  kernels::adam(DType::kF32, &tensor, 1, {0.9, 0.999, 1e-8, 0.1, false, &grad_scale, &found_inf}, Stream{});
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(values[i], static_cast<float>(i + 1));
 }
 
 TEST(Adam, RefusesIntegers) {

@@ -24,9 +24,6 @@ struct AdamFactors {
   bool is_near;  // m moves less than half of the way to g
 };
 
-// The factor that unscales a gradient: GradScaler's, whose reciprocal in f64 rounds to the same number.
-BAGUA_INLINE float inverse_scale(float grad_scale) { return 1.0f / grad_scale; }
-
 template <bool kIsFrozen, typename T>
 BAGUA_INLINE void update_adam(const AdamFactors<T>& by, T step_size, T correction, T& x, T g, T& m, T& v) {
   if (by.weight_decay != 0) g += by.weight_decay * x;

@@ -1,5 +1,5 @@
-// CPU form of Adam's step (contract: adam.h): one pass over the memory, in blocks that stay in L1 where the gradient is
-// unscaled first or the types are converted.
+// CPU form of Adam's step (contract: adam.h): one pass over the memory, in blocks that stay in L1 where the types are
+// converted.
 #include "csrc/kernels/adam.h"
 
 #include <algorithm>
@@ -52,24 +52,13 @@ BAGUA_MULTIVERSION void update_frozen(const AdamFactors<double>& by, double step
                                       const AdamArrays<double>& at, size_t numel) {
   update_adam_all<true>(by, step_size, correction, at, numel);
 }
-BAGUA_MULTIVERSION void unscale(float* data, float factor, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) data[i] *= factor;
-}
-BAGUA_MULTIVERSION void unscale(double* data, float factor, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) data[i] *= static_cast<double>(factor);
-}
 
 // A step of the tensors of one call.
 template <typename T>
 struct AdamStep {
-  explicit AdamStep(const AdamOptions& options)
-      : factors(options),
-        is_frozen(options.is_frozen),
-        is_scaled(options.grad_scale != nullptr),
-        inverse(is_scaled ? inverse_scale(*options.grad_scale) : 1.0f) {}
+  explicit AdamStep(const AdamOptions& options) : factors(options), is_frozen(options.is_frozen) {}
 
   void run(const AdamTensor& tensor, const AdamArrays<T>& at, size_t numel) const {
-    if (is_scaled) unscale(at.g, inverse, numel);
     const T step_size = static_cast<T>(tensor.step_size), correction = static_cast<T>(tensor.correction);
     if (is_frozen) {
       update_frozen(factors, step_size, correction, at, numel);
@@ -79,18 +68,13 @@ struct AdamStep {
   }
 
   AdamFactors<T> factors;
-  bool is_frozen, is_scaled;
-  float inverse;
+  bool is_frozen;
 };
 
 template <typename T>
 void step_as(const AdamStep<T>& step, const AdamTensor& tensor) {
-  const size_t block_numel = step.is_scaled ? kAdamBlockNumel : std::max<size_t>(tensor.numel, 1);
-  for (size_t begin = 0; begin < tensor.numel; begin += block_numel) {
-    const auto from = [=](void* array) { return static_cast<T*>(array) + begin; };
-    step.run(tensor, {from(tensor.parameter), from(tensor.grad), from(tensor.exp_avg), from(tensor.exp_avg_sq)},
-             std::min(block_numel, tensor.numel - begin));
-  }
+  const auto of = [](void* array) { return static_cast<T*>(array); };
+  step.run(tensor, {of(tensor.parameter), of(tensor.grad), of(tensor.exp_avg), of(tensor.exp_avg_sq)}, tensor.numel);
 }
 
 void step_half(DType dtype, const AdamStep<float>& step, const AdamTensor& tensor) {
@@ -108,14 +92,12 @@ void step_half(DType dtype, const AdamStep<float>& step, const AdamTensor& tenso
     narrow(x, from(tensor.parameter), count);
     narrow(m, from(tensor.exp_avg), count);
     if (!step.is_frozen) narrow(v, from(tensor.exp_avg_sq), count);
-    if (step.is_scaled) narrow(g, from(tensor.grad), count);
   }
 }
 
 }  // namespace
 
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options) {
-  if (options.found_inf != nullptr && *options.found_inf != 0) return;
   if (dtype == DType::kF64) {
     const AdamStep<double> step(options);
     for (int i = 0; i < num_tensors; ++i) step_as(step, tensors[i]);

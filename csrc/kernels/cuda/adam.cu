@@ -26,7 +26,7 @@ inline constexpr int kThreadNumel = std::is_same_v<Computed<Convert>, double> ? 
 template <typename T>
 struct Tensors {
   Tensors(const AdamTensor* tensors, int num_tensors, const AdamOptions& options, size_t block_numel)
-      : factors(options), grad_scale(options.grad_scale), found_inf(options.found_inf) {
+      : factors(options) {
     for (int i = 0; i < num_tensors; ++i) {
       const AdamTensor& tensor = tensors[i];
       parameters[i] = tensor.parameter;
@@ -49,7 +49,6 @@ struct Tensors {
   T corrections[kAdamMaxTensors] = {};
   SharedGrid<kAdamMaxTensors> grid;
   AdamFactors<T> factors;
-  const float *grad_scale, *found_inf;
 };
 static_assert(sizeof(Tensors<double>) <= 4096);
 
@@ -58,14 +57,13 @@ __global__ void __launch_bounds__(kNumThreads) adam_kernel(const __grid_constant
   using Stored = typename Convert::Stored;
   using T = Computed<Convert>;
   constexpr int kNumel = kThreadNumel<Convert>;
-  if (tensors.found_inf != nullptr && *tensors.found_inf != 0) return;
   const int index = tensors.grid.array_of(blockIdx.x);
   const size_t numel = tensors.numels[index];
   const size_t first = (size_t{blockIdx.x - tensors.grid.first_blocks[index]} * kNumThreads + threadIdx.x) * kNumel;
   if (first >= numel) return;
   const int num = numel - first < kNumel ? static_cast<int>(numel - first) : kNumel;
   Stored* const parameter = static_cast<Stored*>(tensors.parameters[index]) + first;
-  Stored* const grad = static_cast<Stored*>(tensors.grads[index]) + first;
+  const Stored* const grad = static_cast<const Stored*>(tensors.grads[index]) + first;
   Stored* const exp_avg = static_cast<Stored*>(tensors.exp_avgs[index]) + first;
   Stored* const exp_avg_sq = static_cast<Stored*>(tensors.exp_avg_sqs[index]) + first;
   Elements<Stored, kNumel> x, g, m, v;
@@ -73,23 +71,20 @@ __global__ void __launch_bounds__(kNumThreads) adam_kernel(const __grid_constant
   load(grad, num, Stored{0}, g);
   load(exp_avg, num, Stored{0}, m);
   load(exp_avg_sq, num, Stored{0}, v);
-  const float inverse = tensors.grad_scale != nullptr ? inverse_scale(*tensors.grad_scale) : 1.0f;
   const T step_size = tensors.step_sizes[index], correction = tensors.corrections[index];
 #pragma unroll
   for (int i = 0; i < kNumel; ++i) {
     T wide_x = Convert::widen(x.element[i]), wide_m = Convert::widen(m.element[i]),
       wide_v = Convert::widen(v.element[i]);
-    const T wide_g = Convert::widen(g.element[i]) * static_cast<T>(inverse);
-    update_adam<kIsFrozen>(tensors.factors, step_size, correction, wide_x, wide_g, wide_m, wide_v);
+    update_adam<kIsFrozen>(tensors.factors, step_size, correction, wide_x, Convert::widen(g.element[i]), wide_m,
+                           wide_v);
     x.element[i] = Convert::narrow(wide_x);
-    g.element[i] = Convert::narrow(wide_g);
     m.element[i] = Convert::narrow(wide_m);
     v.element[i] = Convert::narrow(wide_v);
   }
   store(x, num, parameter);
   store(m, num, exp_avg);
   if constexpr (!kIsFrozen) store(v, num, exp_avg_sq);
-  if (tensors.grad_scale != nullptr) store(g, num, grad);
 }
 
 template <typename Convert>
