@@ -248,7 +248,7 @@ def _starts_processes(rank, world_size, path, how):
             process.kill()
 
 
-@pytest.mark.parametrize("how", ["raises", "returns"])
+@fast_in("how", ["raises"], ["returns"])
 def test_processes_of_multiprocessing_say_how_they_end(tmp_path, how):
     (heard,) = spawn(_starts_processes, 1, args=(str(tmp_path / "store"), how), timeout=_LONG_S)
     told = (

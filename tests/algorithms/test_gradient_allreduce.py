@@ -7,6 +7,7 @@ import torch
 
 import bagua
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
+from tests.distributed.worlds import fast_in
 
 ROWS, COLUMNS = 7, 33
 
@@ -38,12 +39,7 @@ def test_equals_the_oracle(pool2, average):
     pool2.run(_reduced, args=(average,))
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_equals_the_oracle_on_four_ranks(pool4, average):
-    pool4.run(_reduced, args=(average,))
-
-
-@pytest.mark.parametrize("average", [True, False])
+@fast_in("average", [True], [True, False])
 def test_hierarchical_equals_the_oracle(pool_of_two_nodes, average):
     pool_of_two_nodes.run(_reduced, args=(average, True), env={"BAGUA_SOCKET_IFNAME": "lo"})
 

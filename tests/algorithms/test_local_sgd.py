@@ -9,6 +9,7 @@ import bagua
 from bagua.errors import InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of, weights_of
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
+from tests.distributed.worlds import fast_in
 
 LR, MOMENTUM, STEPS = 0.1, 0.9, 9
 
@@ -45,8 +46,11 @@ def _train(rank, world_size, options):
         return [step_once(model, optimizer, rank, step) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("momentum", ["average", "reset", "keep"])
-@pytest.mark.parametrize("sync_every, post_local_after", [(1, 0), (3, 0), (3, 4)])
+@fast_in(
+    "sync_every, post_local_after, momentum",
+    [(1, 0, "reset"), (3, 0, "average"), (3, 4, "keep")],
+    [(*of, momentum) for of in ((1, 0), (3, 0), (3, 4)) for momentum in ("average", "reset", "keep")],
+)
 def test_follows_the_oracle(pool4, sync_every, post_local_after, momentum):
     options = {"sync_every": sync_every, "post_local_after": post_local_after, "momentum": momentum}
     per_rank = pool4.run(_train, args=(options,))

@@ -74,7 +74,7 @@ TOLERANCES = {"fp16": 3e-3, "minmax_uint8": 0.1, "qsgd": 0.25, "qsgd:bits=4": 3.
 
 @fast_in(
     "size, codec",
-    [(2, "fp16"), (3, "qsgd:bits=4"), (4, "minmax_uint8")],
+    [(2, "fp16"), (4, "minmax_uint8")],
     list(itertools.product([2, 3, 4], TOLERANCES)),
 )
 def test_replicas_are_equal_and_follow_the_oracle(pool2, pool3, pool4, size, codec):
@@ -87,14 +87,7 @@ def test_replicas_are_equal_and_follow_the_oracle(pool2, pool3, pool4, size, cod
             assert per_rank[rank][step] == pytest.approx(weights[rank], abs=tolerance), (step, rank)
 
 
-def test_interval(pool4):
-    per_rank = pool4.run(_train, args=("fp16", 3, torch.float32))
-    expected = oracle(4, Quadratic([(130, 20), (5,)]).numel, 8, 3)
-    for step, weights in enumerate(expected):
-        assert per_rank[1][step] == pytest.approx(weights[1], abs=3e-3), step
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@fast_in("dtype", [torch.bfloat16, torch.float64], [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(pool3, dtype):
     """Replicas are float32 whatever the weights are; what no codec encodes is averaged at full precision."""
     tolerance = {torch.float16: 0.02, torch.bfloat16: 0.1, torch.float64: 1.2}[dtype]
@@ -127,7 +120,7 @@ def _one_step(rank, world_size, codec):
         assert float((moved - z).abs().max()) > 0  # it was rounded
 
 
-@pytest.mark.parametrize("codec", ["minmax_uint8", "qsgd:bits=4", "bf16"])
+@fast_in("codec", ["minmax_uint8"], ["minmax_uint8", "qsgd:bits=4", "bf16"])
 def test_one_step_is_the_formula(pool4, codec):
     pool4.run(_one_step, args=(codec,))
 
@@ -138,7 +131,7 @@ def _long(rank, world_size):
         model = Quadratic([(7, 3), (5,), (11, 2)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
-        for step in range(200):
+        for step in range(120):
             step_once(model, optimizer, rank, step % 4)
         for own, left, right in model.bagua.state_dict()["state"]["replicas"].values():
             assert float(torch.stack([own, left, right]).abs().max()) < 5

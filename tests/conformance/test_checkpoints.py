@@ -13,7 +13,16 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from bagua.testing import spawn
-from tests.conformance.training import OF_WEIGHTS, Net, batch, loss_of, make_net, make_optimizer, process_group
+from tests.conformance.training import (
+    OF_WEIGHTS,
+    Net,
+    batch,
+    loss_of,
+    make_net,
+    make_optimizer,
+    process_group,
+    slow_but,
+)
 from tests.conformance.variants import ONE_OF_EACH, VARIANTS, described
 from tests.distributed.worlds import SAME_TEST
 from tests.meeting import meet
@@ -109,7 +118,11 @@ _REMEMBERING = [
 ]
 
 
-@pytest.mark.parametrize("variant", _REMEMBERING, ids=described)
+def _slow(variants):
+    return [pytest.param(variant, marks=SAME_TEST) for variant in variants]
+
+
+@pytest.mark.parametrize("variant", [_REMEMBERING[0], *_slow(_REMEMBERING[1:])], ids=described)
 def test_resuming_where_buckets_are_laid_out_anew(pool2, variant):
     pool2.run(_resume, args=(variant, Odd))
 
@@ -126,7 +139,7 @@ def _state_of_rank_0(rank, world_size, variant):
         model.bagua.load_state_dict(model.bagua.state_dict())
 
 
-@pytest.mark.parametrize("variant", _REMEMBERING, ids=described)
+@pytest.mark.parametrize("variant", [_REMEMBERING[0], *_slow(_REMEMBERING[1:])], ids=described)
 def test_state_of_another_rank_is_refused_on_all_ranks(pool2, variant):
     pool2.run(_state_of_rank_0, args=(variant,))
 
@@ -182,7 +195,7 @@ def _another_number_of_optimizers(rank, world_size, algorithm):
             model.bagua.load_state_dict(state)
 
 
-@pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+@pytest.mark.parametrize("algorithm", slow_but(OF_WEIGHTS, "local_sgd"))
 def test_state_of_another_number_of_optimizers_is_refused(pool2, algorithm):
     pool2.run(_another_number_of_optimizers, args=(algorithm,))
 
@@ -219,16 +232,18 @@ def _continued(rank, world_size, folder, variants):
 
 
 @pytest.mark.parametrize(
-    "variants",
+    "variants, num_ranks",
     [
-        pytest.param(_REMEMBERING, id="those that remember"),
-        pytest.param(VARIANTS, id="all", marks=pytest.mark.slow("test_resuming_equals_never_having_stopped")),
+        pytest.param(_REMEMBERING, 2, id="those that remember"),
+        pytest.param(VARIANTS, 4, id="all", marks=SAME_TEST),
     ],
 )
-def test_new_processes_continue_what_killed_ones_began(pool4, tmp_path, variants):
-    pool4.run(_uninterrupted, args=(tmp_path, variants))
-    spawn(_killed, 4, args=(tmp_path, variants), expect_exit=dict.fromkeys(range(4), -signal.SIGKILL))
-    pool4.run(_continued, args=(tmp_path, variants))
+def test_new_processes_continue_what_killed_ones_began(pool2, pool4, tmp_path, variants, num_ranks):
+    pool = {2: pool2, 4: pool4}[num_ranks]
+    pool.run(_uninterrupted, args=(tmp_path, variants))
+    expect_exit = dict.fromkeys(range(num_ranks), -signal.SIGKILL)
+    spawn(_killed, num_ranks, args=(tmp_path, variants), expect_exit=expect_exit)
+    pool.run(_continued, args=(tmp_path, variants))
 
 
 def _other_number_of_ranks(rank, world_size, folder, variant):
@@ -245,7 +260,9 @@ def _other_number_of_ranks(rank, world_size, folder, variant):
 
 
 @pytest.mark.parametrize(
-    "variant", [("bytegrad", {"error_feedback": True}), ("low_precision_decentralized", {})], ids=described
+    "variant",
+    [("bytegrad", {"error_feedback": True}), *_slow([("low_precision_decentralized", {})])],
+    ids=described,
 )
 def test_state_of_another_number_of_ranks_is_refused(pool2, pool4, tmp_path, variant):
     pool4.run(_other_number_of_ranks, args=(tmp_path, variant))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from typing import Any
 
@@ -24,8 +25,6 @@ from tests.conformance.training import (
     wrap,
 )
 from tests.distributed.worlds import fast_in, in_turns
-
-of_all = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 
 
 def _mean_of_ranks(rank, world_size, algorithm):
@@ -52,7 +51,7 @@ def test_gradient_is_the_mean_over_ranks(pool2, algorithm, backend):
     assert (codecs == {None}) == (algorithm in ("gradient_allreduce", "powersgd") or stage == "warm-up")
 
 
-@fast_in("algorithm", ["gradient_allreduce", "bytegrad"], OF_GRADIENTS)
+@fast_in("algorithm", ["gradient_allreduce"], OF_GRADIENTS)
 def test_gradient_is_the_mean_over_four_ranks(pool4, algorithm):
     pool4.run(_mean_of_ranks, args=(algorithm,))
 
@@ -76,7 +75,11 @@ def _accumulate(rank, world_size, algorithm, set_to_none):
             assert_equal_on_all_ranks(actual)
 
 
-@in_turns("algorithm, set_to_none", OF_GRADIENTS, [True, False])
+@fast_in(
+    "algorithm, set_to_none",
+    [("gradient_allreduce", True), ("bytegrad", False), ("powersgd", True)],
+    list(itertools.product(OF_GRADIENTS, [True, False])),
+)
 def test_accumulation_equals_the_mean_of_the_batches(pool2, algorithm, set_to_none):
     pool2.run(_accumulate, args=(algorithm, set_to_none))
 
@@ -105,7 +108,7 @@ def _live_gradients_survive_the_new_layout(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
-@of_all
+@fast_in("algorithm", ["gradient_allreduce", "powersgd"], OF_GRADIENTS)
 def test_live_gradients_survive_the_new_layout(pool2, algorithm):
     pool2.run(_live_gradients_survive_the_new_layout, args=(algorithm,))
 
@@ -126,7 +129,7 @@ def _repeated_backwards(rank, world_size, algorithm):
             model.zero_grad()
 
 
-@of_all
+@fast_in("algorithm", ["gradient_allreduce", "bytegrad"], OF_GRADIENTS)
 def test_retain_graph_and_two_backwards(pool2, algorithm):
     pool2.run(_repeated_backwards, args=(algorithm,))
 
@@ -154,7 +157,7 @@ def _two_forwards(rank, world_size, algorithm):
             assert_equal_on_all_ranks(grads_of(model))
 
 
-@of_all
+@fast_in("algorithm", ["gradient_allreduce", "qadam"], OF_GRADIENTS)
 def test_two_forwards_before_a_backward_and_eval_in_between(pool2, algorithm):
     pool2.run(_two_forwards, args=(algorithm,))
 
@@ -171,7 +174,7 @@ def _clipping(rank, world_size, algorithm):
         return float(norm)
 
 
-@of_all
+@fast_in("algorithm", ["gradient_allreduce", "qsgd"], OF_GRADIENTS)
 def test_clipping_sees_the_synchronised_gradients(pool2, algorithm):
     first, second = pool2.run(_clipping, args=(algorithm,))
     assert first == second
@@ -204,7 +207,7 @@ def _several_dtypes(rank, world_size, algorithm):
         return {str(bucket.dtype): bucket.declaration.codec for bucket in model.bagua.buckets}
 
 
-@of_all
+@fast_in("algorithm", ["bytegrad", "powersgd"], OF_GRADIENTS)
 def test_several_dtypes(pool2, algorithm):
     codecs = pool2.run(_several_dtypes, args=(algorithm,))[0]
     assert len(codecs) == 4
@@ -240,7 +243,7 @@ def _shapes(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
-@of_all
+@fast_in("algorithm", ["gradient_allreduce", "qadam"], OF_GRADIENTS)
 def test_odd_shapes_and_strides(pool2, algorithm):
     pool2.run(_shapes, args=(algorithm,))
 
@@ -269,7 +272,11 @@ def _checkpointed(rank, world_size, algorithm, use_reentrant):
             assert_equal_on_all_ranks(grads_of(model))
 
 
-@in_turns("algorithm, use_reentrant", OF_GRADIENTS, [True, False])
+@fast_in(
+    "algorithm, use_reentrant",
+    [("gradient_allreduce", True), ("bytegrad", False)],
+    list(itertools.product(OF_GRADIENTS, [True, False])),
+)
 def test_activation_checkpoints(pool2, algorithm, use_reentrant):
     pool2.run(_checkpointed, args=(algorithm, use_reentrant))
 
@@ -345,6 +352,6 @@ def _gradient_penalty(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
-@of_all
+@fast_in("algorithm", ["gradient_allreduce", "powersgd"], OF_GRADIENTS)
 def test_gradient_penalty(pool2, algorithm):
     pool2.run(_gradient_penalty, args=(algorithm,))

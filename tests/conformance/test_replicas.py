@@ -23,12 +23,12 @@ from tests.conformance.training import (
     make_net,
     make_optimizer,
     process_group,
+    slow_but,
     wrap,
 )
 from tests.distributed.worlds import fast_in
 
 of_gradients = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
-of_all = pytest.mark.parametrize("algorithm", ALGORITHMS)
 FEW, MANY = 17, 101  # steps
 
 
@@ -68,10 +68,10 @@ def test_ranks_stay_bit_identical(pool2, algorithm, backend, num_steps):
     assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
 
 
-# The loss of each of four ranks takes more steps to fall.
-@fast_in("algorithm, num_steps", [("bytegrad", 65)], list(itertools.product(OF_GRADIENTS, [MANY])))
-def test_four_ranks_stay_bit_identical(pool4, algorithm, num_steps):
-    pool4.run(_stay_identical, args=(algorithm, num_steps))
+@pytest.mark.slow("test_ranks_stay_bit_identical")
+@of_gradients
+def test_four_ranks_stay_bit_identical(pool4, algorithm):
+    pool4.run(_stay_identical, args=(algorithm, MANY))
 
 
 def _start(rank, world_size, algorithm):
@@ -93,7 +93,9 @@ def _start(rank, world_size, algorithm):
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-@of_all
+@pytest.mark.parametrize(
+    "algorithm", slow_but(ALGORITHMS, "gradient_allreduce", "qadam", "low_precision_decentralized")
+)
 def test_parameters_buffers_and_optimizers_start_as_on_rank_0(pool2, algorithm):
     pool2.run(_start, args=(algorithm,))
 
@@ -190,21 +192,6 @@ def test_optimizer_states_of_another_dtype_than_their_parameters(pool2, is_copie
     pool2.run(_of_another_dtype, args=(is_copied,))
 
 
-def _copied_states(rank, world_size):
-    with process_group():
-        model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer.register_state_dict_post_hook(lambda optimizer, state: copy.deepcopy(state))
-        (model(torch.ones(1, 3)).sum() * (rank + 1)).backward()
-        optimizer.step()
-        bagua.with_bagua(model, optimizer)
-        return [optimizer.state[p]["momentum_buffer"].unique().tolist() for p in model.parameters()]
-
-
-def test_an_optimizer_whose_state_dict_returns_copies(pool2):
-    assert pool2.run(_copied_states) == 2 * [[[1.0], [1.0]]]
-
-
 def _own_buffers(rank, world_size, algorithm, broadcast_buffers):
     with process_group():
         model = make_net()
@@ -217,7 +204,7 @@ def _own_buffers(rank, world_size, algorithm, broadcast_buffers):
         return float(model.norm.running_mean[0])
 
 
-@pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+@pytest.mark.parametrize("algorithm", slow_but(OF_WEIGHTS, "decentralized", "async_averaging"))
 def test_buffers_are_each_ranks_own_where_weights_are_exchanged(pool2, algorithm):
     assert pool2.run(_own_buffers, args=(algorithm, None)) == [0.0, 1.0]
     if bagua.algorithms.get(algorithm).is_lockstep:
@@ -228,13 +215,13 @@ def test_buffers_are_each_ranks_own_where_weights_are_exchanged(pool2, algorithm
 
 
 def _switch(rank, world_size):
-    """From gradient_allreduce to each algorithm, from each to the first and to the next one."""
+    """From gradient_allreduce to each algorithm, from each to gradient_allreduce and to the next one."""
     with process_group():
         model = make_net(seed=rank)
         optimizer = bagua.optim.QAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)  # suits all of them
         keys = list(model.state_dict())
         earlier = None
-        around = [["gradient_allreduce", algorithm, ALGORITHMS[0]] for algorithm in ALGORITHMS]
+        around = [["gradient_allreduce", algorithm] for algorithm in ALGORITHMS]
         for step, name in enumerate([*itertools.chain(*around), *ALGORITHMS]):
             live = grads_of(model)
             bagua.with_bagua(model, optimizer, algorithm=name, bucket_bytes=50_000 * (step % 10 + 1))
@@ -281,7 +268,7 @@ def _several_models(rank, world_size, algorithm):
         assert [model.bagua.timeline().summary()["steps"] for model in models] == [2, 2, 2]
 
 
-@of_gradients
+@pytest.mark.parametrize("algorithm", slow_but(OF_GRADIENTS, "gradient_allreduce", "powersgd"))
 def test_several_models_in_one_process(pool2, algorithm):
     pool2.run(_several_models, args=(algorithm,))
 
@@ -307,6 +294,6 @@ def _copies(rank, world_size, algorithm):
         assert model.bagua.timeline().summary()["steps"] == 1
 
 
-@of_gradients
+@pytest.mark.parametrize("algorithm", slow_but(OF_GRADIENTS, "gradient_allreduce"))
 def test_deepcopy_and_pickle_are_plain_models(pool2, algorithm):
     pool2.run(_copies, args=(algorithm,))

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 import bagua
-from tests.conformance.training import ALGORITHMS, ANY, batch, loss_of, make_net, make_optimizer, process_group, wrap
+from tests.conformance.training import (
+    ALGORITHMS,
+    ANY,
+    batch,
+    loss_of,
+    make_net,
+    make_optimizer,
+    process_group,
+    slow_but,
+    wrap,
+)
 from tests.distributed.worlds import fast_in
 
 OPTIMIZERS = {
@@ -140,6 +150,6 @@ def _recovers(rank, world_size, algorithm):
             assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", slow_but(ALGORITHMS, "gradient_allreduce", "powersgd", "decentralized"))
 def test_a_backward_that_raised_is_forgotten(pool1, algorithm):
     pool1.run(_recovers, args=(algorithm,))

@@ -70,14 +70,15 @@ def _train(rank, world_size, algorithm, options, kind):
 
 
 def _with(kind):
-    return [pytest.param(case, kind, id=f"{described(case)}-{kind.__name__}") for case in _cases()]
+    """Fast are each algorithm with one codec, and each codec with one algorithm, under Adam."""
+    seen = set()
+    for case in _cases():
+        name = case[0]
+        is_fast = kind is torch.optim.Adam and (name in ("bytegrad", "qsgd") or name not in seen)
+        seen.add(name)
+        yield pytest.param(case, kind, id=f"{described(case)}-{kind.__name__}", marks=() if is_fast else SAME_TEST)
 
 
-SGD = [
-    pytest.param(*one.values, id=one.id, marks=SAME_TEST if i else ()) for i, one in enumerate(_with(torch.optim.SGD))
-]
-
-
-@pytest.mark.parametrize("case, kind", [*_with(torch.optim.Adam), *SGD])
+@pytest.mark.parametrize("case, kind", [*_with(torch.optim.Adam), *_with(torch.optim.SGD)])
 def test_rows_without_a_gradient_stay(pool2, case, kind):
     pool2.run(_train, args=(*case, kind))

@@ -18,10 +18,13 @@ from tests.conformance.training import (
     make_net,
     plain_grads,
     process_group,
+    slow_but,
 )
 from tests.meeting import meet
 
-pytestmark = pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+of_all = pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+# For what is common code: one that exchanges before the step, and one in the background.
+of_few = pytest.mark.parametrize("algorithm", slow_but(OF_WEIGHTS, "decentralized", "async_averaging"))
 
 EVERY_STEP = {"local_sgd": {"sync_every": 1}, "async_averaging": {"sync_interval": 0.0}}
 
@@ -53,6 +56,7 @@ def _gradients_are_local(rank, world_size, algorithm):
         bagua.barrier()  # weights that no step has followed are still under way
 
 
+@of_all
 def test_gradients_are_the_ranks_own(pool2, algorithm):
     pool2.run(_gradients_are_local, args=(algorithm,))
 
@@ -91,6 +95,7 @@ def _once_per_step(rank, world_size, algorithm):
         assert _num_exchanges(model) <= 4
 
 
+@of_all
 def test_one_exchange_per_optimizer_step(pool2, algorithm):
     pool2.run(_once_per_step, args=(algorithm,))
 
@@ -130,6 +135,7 @@ def _accumulation(rank, world_size, algorithm):
         assert float((results[0] - 0.1).abs().max()) > 0.1
 
 
+@of_all
 def test_accumulation_equals_one_step_on_the_mean(pool2, algorithm):
     if algorithm == "async_averaging":
         pytest.skip("when a round takes place depends on time; see tests/algorithms/test_async_averaging.py")
@@ -152,6 +158,7 @@ def _unused(rank, world_size, algorithm):
             model(batch(rank, 0)[0]).sum().backward()
 
 
+@of_few
 def test_unused_parameters(pool2, algorithm):
     pool2.run(_unused, args=(algorithm,))
 
@@ -186,6 +193,7 @@ def _dtypes(rank, world_size, algorithm):
             assert float((parameter - 1).abs().max()) > 0.02
 
 
+@of_all
 def test_dtypes(pool2, algorithm):
     pool2.run(_dtypes, args=(algorithm,))
 
@@ -209,6 +217,7 @@ def _closure(rank, world_size, algorithm):
             assert _num_exchanges(model) == 3
 
 
+@of_few
 def test_an_optimizer_with_a_closure(pool2, algorithm):
     pool2.run(_closure, args=(algorithm,))
 
@@ -238,6 +247,7 @@ def _optimizers(rank, world_size, algorithm):
         assert torch.equal(twin.scale, model.scale)
 
 
+@of_few
 def test_every_parameter_belongs_to_one_optimizer(pool2, algorithm):
     pool2.run(_optimizers, args=(algorithm,))
 
@@ -257,33 +267,9 @@ def _several_models(rank, world_size, algorithm):
             assert_equal_on_all_ranks(dict(model.named_parameters()))
 
 
+@of_few
 def test_several_models_in_one_process(pool2, algorithm):
     pool2.run(_several_models, args=(algorithm,))
-
-
-def _closures_of_local_gradients(rank, world_size, algorithm):
-    """Ranks with gradients of their own evaluate a closure as often as each of them needs."""
-    with process_group():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(16, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        bagua.with_bagua(model, optimizer, algorithm=algorithm)
-        for step in range(3):
-            x, y = batch(rank, step)
-
-            def closure(x=x, y=y):
-                for _ in range(1 + 2 * rank):
-                    optimizer.zero_grad()
-                    loss = (model(x).squeeze(1) - y).square().mean()
-                    loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        bagua.barrier()
-
-
-def test_ranks_may_evaluate_a_closure_differently_often(pool2, algorithm):
-    pool2.run(_closures_of_local_gradients, args=(algorithm,))
 
 
 def _with_a_closure(rank, world_size, algorithm):
@@ -323,6 +309,7 @@ def _with_a_closure(rank, world_size, algorithm):
         torch.testing.assert_close(found[1], weights[rank])
 
 
+@of_all
 def test_a_closure_that_is_evaluated_once(pool2, algorithm):
     if not bagua.algorithms.get(algorithm).is_lockstep:
         pytest.skip("its weights depend on time")
@@ -351,6 +338,7 @@ def _made_anew(rank, world_size, algorithm):
                 model(batch(rank, 2)[0])
 
 
+@of_few
 def test_an_optimizer_made_anew_is_named_at_the_next_forward(pool2, algorithm):
     pool2.run(_made_anew, args=(algorithm,))
 
@@ -369,5 +357,6 @@ def _hooks_are_public(rank, world_size, algorithm):
         assert [len(each) for each in hooks] == [0, 0]
 
 
+@of_few
 def test_it_works_in_the_public_hooks_of_its_optimizers(pool2, algorithm):
     pool2.run(_hooks_are_public, args=(algorithm,))

@@ -20,7 +20,7 @@ from tests.conformance.training import (
     process_group,
 )
 from tests.conformance.variants import ONE_OF_EACH, VARIANTS, described
-from tests.distributed.worlds import SAME_TEST, fast_in, shm, tcp
+from tests.distributed.worlds import fast_in, shm, tcp
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 
@@ -64,9 +64,18 @@ def _train_all(rank, world_size, variants):
         return {described(variant): _train(bagua.get_default_group(), variant) for variant in variants}
 
 
+_OF = {
+    "some": [
+        one for one in ONE_OF_EACH if one[0] in ("bytegrad", "powersgd", "low_precision_decentralized", "local_sgd")
+    ],
+    "one of each": ONE_OF_EACH,
+    "all": VARIANTS,
+}
+
+
 @functools.cache
-def _over_threads(size):
-    return thread_world(size, lambda group: {described(variant): _train(group, variant) for variant in VARIANTS})
+def _over_threads(size, which):
+    return thread_world(size, lambda group: {described(variant): _train(group, variant) for variant in _OF[which]})
 
 
 @pytest.fixture(scope="module")
@@ -77,27 +86,17 @@ def pool3():
         yield pool
 
 
-@fast_in("size", [3], [1, 2, 3, 4])
-def test_over_threads(size):
-    results = _over_threads(size)
-    assert all(len(result) == len(VARIANTS) for result in results)
+@fast_in("size, which", [(3, "one of each")], [(size, "all") for size in (1, 2, 3, 4)])
+def test_over_threads(size, which):
+    results = _over_threads(size, which)
+    assert all(len(result) == len(_OF[which]) for result in results)
 
 
-@pytest.mark.parametrize(
-    "world, variants",
-    [
-        pytest.param(tcp(3), ONE_OF_EACH, id="tcp3-one of each"),
-        *(
-            pytest.param(make(size), VARIANTS, id=f"{make(size)}-all", marks=SAME_TEST)
-            for size in (2, 3, 4)
-            for make in (shm, tcp)
-        ),
-    ],
-)
-def test_over_processes(pool2, pool3, pool4, world, variants):
+@fast_in("world, which", [(tcp(3), "some")], [(make(size), "all") for size in (2, 3, 4) for make in (shm, tcp)])
+def test_over_processes(pool2, pool3, pool4, world, which):
     """The transport changes neither what is computed, nor, but for the order of sums, how it is rounded."""
-    results = {2: pool2, 3: pool3, 4: pool4}[world.size].run(_train_all, args=(variants,), env=world.env)
-    for over_threads, over_processes in zip(_over_threads(world.size), results, strict=True):
+    results = {2: pool2, 3: pool3, 4: pool4}[world.size].run(_train_all, args=(_OF[which],), env=world.env)
+    for over_threads, over_processes in zip(_over_threads(world.size, which), results, strict=True):
         for variant, weights in over_processes.items():
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, over_threads[variant][name], rtol=0, atol=2e-3, msg=variant)

@@ -17,6 +17,7 @@ from tests.conformance.training import (
     loss_of,
     make_net,
     process_group,
+    slow_but,
     wrap,
 )
 from tests.meeting import meet
@@ -37,7 +38,7 @@ def _in_evaluation(rank, world_size, algorithm):
             return float(loss_of(model, batch(0, 99)))
 
 
-@pytest.mark.parametrize("algorithm", OF_GRADIENTS)
+@pytest.mark.parametrize("algorithm", slow_but(OF_GRADIENTS, "gradient_allreduce", "bytegrad"))
 def test_the_same_test_data_gives_the_same_loss_on_all_ranks(pool2, algorithm):
     first, second = pool2.run(_in_evaluation, args=(algorithm,))
     assert first == second

@@ -313,32 +313,6 @@ def test_gradients_are_the_result_where_a_generator_goes_on(pool2):
 
 
 @dataclasses.dataclass(kw_only=True)
-class InSubgroup(Algorithm):
-    name = "in_subgroup"
-
-    def attach(self, training):
-        super().attach(training)
-        self.others = training.group.subgroup("others", range(training.group.size), training.group.timeout)
-
-    def communicate(self, bucket, group):
-        for part in bucket.flat.chunk(2):
-            self.others.all_reduce(part)
-
-
-def _in_subgroup(rank, world_size):
-    with process_group():
-        model = bagua.with_bagua(torch.nn.Linear(1000, 1000, bias=False), algorithm=InSubgroup())
-        model(torch.full((1, 1000), float(rank + 1))).sum().backward()
-        assert torch.equal(model.weight.grad, torch.full((1000, 1000), 3.0))
-        (bucket,) = model.bagua.buckets
-        assert len(bucket.works) == 2 and str(bucket.declaration) == "all_reduce + all_reduce, full precision"
-
-
-def test_what_is_started_in_a_subgroup_is_waited_for_too(pool2):
-    pool2.run(_in_subgroup)
-
-
-@dataclasses.dataclass(kw_only=True)
 class Feeds(Algorithm):
     name = "feeds"
     what: str = ""
@@ -375,40 +349,3 @@ def _feeds(rank, world_size):
 
 def test_feedback_that_cannot_be_kept_is_refused(pool2):
     pool2.run(_feeds)
-
-
-@dataclasses.dataclass(kw_only=True)
-class Doubles(Algorithm):
-    """In every other step doubles what it sends, by views that it has seen before."""
-
-    name = "doubles"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.step = 0
-
-    def lay_out(self, buckets):
-        self.views = [member.view for bucket in buckets for member in bucket.members]
-
-    def communicate(self, bucket, group):
-        def double():
-            for view in self.views:
-                view.mul_(2)
-
-        return group.all_reduce(bucket, ReduceOp.AVG, codec="bf16", prepare=double if self.step % 2 else None)
-
-    def after_backward(self, buckets, group):
-        self.step += 1
-
-
-def _doubles(rank, world_size):
-    with process_group():
-        model = bagua.with_bagua(torch.nn.Linear(64, 4, bias=False), algorithm=Doubles())
-        for step in range(4):
-            model.zero_grad()
-            model(torch.ones(2, 64)).sum().backward()
-            assert torch.equal(model.weight.grad, torch.full((4, 64), 4.0 if step % 2 else 2.0))
-
-
-def test_gradients_are_there_when_they_are_prepared(pool2):
-    pool2.run(_doubles)

@@ -18,7 +18,7 @@ import tests.emulated_device as emulated
 from bagua.distributed import devices
 from bagua.testing import world as thread_world
 from tests import accelerator
-from tests.distributed.worlds import tcp
+from tests.distributed.worlds import SAME_TEST, fast_in, tcp
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 _BOTH_KINDS = ("cpu", emulated.NAME)
@@ -89,6 +89,8 @@ OF_WEIGHTS = {
     "async_averaging": {"warmup_steps": 1000},  # what comes after depends on time
 }
 ALL = {name: {"algorithm": name, **options} for name, options in (OF_GRADIENTS | OF_WEIGHTS).items()}
+# Residuals, factors, an optimizer that is fused, and weights.
+SOME = {name: ALL[name] for name in ("onebit", "powersgd", "qadam", "low_precision_decentralized")}
 
 
 # ---- nothing waits
@@ -109,7 +111,7 @@ def _counted(group, part):
 
 def _check_waits(group, more):
     """Without check_replicas, which reads the result of an earlier step."""
-    for name, options in (ALL if not more else {name: ALL[name] for name in OF_GRADIENTS}).items():
+    for name, options in (ALL if not more else {name: ALL[name] for name in ("bytegrad", "powersgd")}).items():
         model, optimizer, device = _make(group, emulated.NAME, **options, **more, check_replicas=False)
         for step in range(5 if name == "qadam" else 3):
             optimizer.zero_grad()
@@ -122,7 +124,7 @@ def _check_waits(group, more):
 
 def _check_scaled_waits(group):
     """Only torch's own look at its flag waits, in ``step``, and of the fused optimizers' none."""
-    for name, options in ALL.items():
+    for name, options in SOME.items():
         for optimizer_class in {options.get("optimizer", torch.optim.SGD), options.get("optimizer", _Fused)}:
             own = {**options, "optimizer": optimizer_class, "check_replicas": False}
             model, optimizer, device = _make(group, emulated.NAME, **own)
@@ -210,7 +212,7 @@ def _compare_on_streams(group, options):
         assert all(map(torch.equal, *(_train_on_streams(group, kind, options) for kind in _BOTH_KINDS)))
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "onebit", "powersgd"])
+@fast_in("name", ["onebit", "powersgd"], ["gradient_allreduce", "bytegrad", "onebit", "powersgd"])
 def test_gradients_and_states_of_a_bucket_come_from_several_streams(pair_on_emulated, name):
     """The memory that an algorithm has left on one stream stays until the other one has read it."""
     pair_on_emulated.run(_in_group, args=[_compare_on_streams, (ALL[name],)])
@@ -236,7 +238,13 @@ def _train_in_two_nodes(rank, world_size):
             assert all(map(torch.equal, on_cpu, on_device)), name
 
 
-@pytest.mark.parametrize("env", [accelerator.ON_DEVICE, {"BAGUA_THRESHOLDS": None}], ids=["on device", "by default"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param(accelerator.ON_DEVICE, id="on device"),
+        pytest.param({"BAGUA_THRESHOLDS": None}, id="by default", marks=SAME_TEST),
+    ],
+)
 def test_nodes_of_two_ranks(alone_on_emulated, env):
     """The leaders alone have residuals, and all agree on which of them computes."""
     alone_on_emulated.run(_train_in_two_nodes, env=env)
@@ -249,7 +257,7 @@ def _train_on_default_device(group):
     """The same weights as with the default."""
     found = []
     for is_default in (False, True):
-        for options in ALL.values():
+        for options in SOME.values():
             torch.set_default_device(accelerator.use_device_of(group.rank) if is_default else None)
             try:
                 bagua.broadcast_object({"a": 1} if group.rank == 0 else None, 0, group=group)
@@ -290,13 +298,13 @@ def _compile_and_train(group, backend):
     assert accelerator.agree(found[1], found[0])
 
 
-@pytest.mark.slow("test_over_processes")
+@pytest.mark.slow("test_under_a_scaler_it_trains_as_on_the_cpu")
 def test_a_compiled_model(pair_on_emulated):
     pair_on_emulated.run(_in_group, args=[_compile_and_train, ["aot_eager"]], timeout=60)
 
 
 @pytest.mark.gpu
-@pytest.mark.slow("test_over_processes")
+@pytest.mark.slow("test_under_a_scaler_it_trains_as_on_the_cpu")
 def test_a_compiled_model_on_a_gpu(device_pools):
     """Inductor compiles it, whose kernels only a GPU has."""
     device_pools(accelerator.CUDA, 2).run(_in_group, args=[_compile_and_train, ["inductor"]], timeout=120)
@@ -372,7 +380,7 @@ def _compare_scaled(group, optimizer):
     return different
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, _Fused], ids=["plain", "fused"])
+@fast_in("optimizer", [_Fused], [torch.optim.SGD])
 def test_under_a_scaler_it_trains_as_on_the_cpu(pair_on_devices, optimizer):
     """Residuals too: the steps behind a skipped one and a change of scale show them."""
     assert pair_on_devices.run(_in_group, args=[_compare_scaled, [optimizer]], timeout=60) == [[], []]
@@ -454,7 +462,7 @@ def _load_from_the_host(group, options):
     assert accelerator.agree(_weights(model), expected)
 
 
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+@fast_in("name", ["onebit"], ["onebit", "powersgd"])
 def test_a_state_that_is_loaded_on_the_host_continues_on_the_device(pair_on_devices, name):
     pair_on_devices.run(_in_group, args=[_load_from_the_host, [ALL[name]]])
 

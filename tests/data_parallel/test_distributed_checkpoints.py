@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import bagua
-from tests.conformance.training import process_group
+from tests.conformance.training import process_group, slow_but
+from tests.distributed.worlds import SAME_TEST
 
 OF_WEIGHTS = {
     "local_sgd": {"sync_every": 2},
@@ -48,7 +49,7 @@ def _resume(rank, world_size, algorithm):
         assert torch.equal(_train(model, optimizer, rank, range(3, 7)), expected)
 
 
-@pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+@pytest.mark.parametrize("algorithm", slow_but(OF_WEIGHTS, "low_precision_decentralized"))
 def test_a_run_resumes_by_set_state_dict(pool2, algorithm):
     pool2.run(_resume, args=[algorithm])
 
@@ -74,7 +75,10 @@ def _lose(rank, world_size, folder, algorithm, options):
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [("bytegrad", {"error_feedback": True, "min_compressed_bytes": 0}), ("powersgd", {"rank": 1})],
+    [
+        ("bytegrad", {"error_feedback": True, "min_compressed_bytes": 0}),
+        pytest.param("powersgd", {"rank": 1}, marks=SAME_TEST),
+    ],
     ids=["bytegrad", "powersgd"],
 )
 def test_a_state_that_has_lost_its_tensors_is_refused(pool2, tmp_path, algorithm, options):

@@ -69,6 +69,7 @@ def test_equals_torch_ddp_within_float_tolerance(pool2):
     pool2.run(_beside_torch, args=(20,))
 
 
+@pytest.mark.slow("test_equals_torch_ddp_within_float_tolerance")
 def test_four_ranks_equal_torch_ddp_within_float_tolerance(pool4):
     pool4.run(_beside_torch, args=(6,))
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import bagua
 from bagua.errors import BaguaError
 from tests.conformance.training import TIMEOUT_S, batch, grads_of, loss_of, make_net, process_group
+from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 
 
@@ -225,28 +226,6 @@ def test_a_forward_that_bypasses_the_hooks_is_synchronised_all_the_same(pool2):
     pool2.run(_bypassed_forward)
 
 
-def _under_compiled_autograd(rank, world_size):
-    import torch._dynamo.compiled_autograd as compiled_autograd
-
-    for algorithm in ("gradient_allreduce", "local_sgd"):
-        with process_group():
-            model = torch.nn.Linear(4, 4)
-            bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm=algorithm)
-            loss = model(torch.ones(2, 4)).sum()
-            with (
-                pytest.raises(Exception, match="under torch's compiled autograd .*leave that out"),
-                compiled_autograd._enable(torch.compile(backend="eager")),
-            ):
-                loss.backward()
-            with pytest.raises(BaguaError, match="under torch's compiled autograd"):
-                model(torch.ones(2, 4))
-            meet()
-
-
-def test_a_backward_under_compiled_autograd(pool2):
-    pool2.run(_under_compiled_autograd)
-
-
 def _is_freed(rank, world_size, how):
     """Without a collection: the model, a weight and a bucket are in no cycle of bagua's."""
 
@@ -279,6 +258,6 @@ def _is_freed(rank, world_size, how):
         gc.enable()
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "failed"])
+@fast_in("how", ["plain", "failed"], ["plain", "compiled", "failed"])
 def test_a_dropped_model_is_freed_with_its_memory(pool2, how):
     pool2.run(_is_freed, args=(how,))

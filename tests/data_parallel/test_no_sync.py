@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -66,17 +65,6 @@ def _stays_local(rank, world_size):
 def test_gradients_are_local_inside(pool2):
     first, second = pool2.run(_stays_local)
     assert not torch.equal(first, second)
-
-
-def _copy_of_ddp(rank, world_size):
-    with process_group():
-        model = bagua.DistributedDataParallel(make_net())
-        _train_as_accelerate_does(copy.deepcopy(model), rank, num_batches=2, every=2)
-        assert model.bagua.timeline().summary()["steps"] == 0
-
-
-def test_a_copy_of_ddp(pool2):
-    pool2.run(_copy_of_ddp)
 
 
 class HasItsOwn(torch.nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import bagua
 from bagua.errors import BaguaError
 from tests.conformance.training import OF_GRADIENTS, TIMEOUT_S, process_group, wrap
-from tests.distributed.worlds import in_turns
+from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 
 
@@ -85,7 +86,11 @@ def _finds_them(rank, world_size, algorithm, set_to_none):
             model.zero_grad(set_to_none=set_to_none)
 
 
-@in_turns("algorithm, set_to_none", OF_GRADIENTS, [True, False])
+@fast_in(
+    "algorithm, set_to_none",
+    [("gradient_allreduce", True), ("powersgd", False)],
+    list(itertools.product(OF_GRADIENTS, [True, False])),
+)
 def test_unused_parameters_count_as_zero(pool2, algorithm, set_to_none):
     pool2.run(_finds_them, args=(algorithm, set_to_none))
 
@@ -101,7 +106,11 @@ def _leaves_out_differently(rank, world_size, algorithm, bucket_bytes):
             model.zero_grad()
 
 
-@in_turns("algorithm, bucket_bytes", OF_GRADIENTS, [16, 32, 1 << 20])  # a parameter, two, all in a bucket
+@fast_in(
+    "algorithm, bucket_bytes",  # a parameter, two, all in a bucket
+    [("gradient_allreduce", 16), ("qsgd", 32), ("qadam", 1 << 20)],
+    list(itertools.product(OF_GRADIENTS, [16, 32, 1 << 20])),
+)
 def test_ranks_that_leave_out_different_parameters(pool2, algorithm, bucket_bytes):
     pool2.run(_leaves_out_differently, args=(algorithm, bucket_bytes))
 

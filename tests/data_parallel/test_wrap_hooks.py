@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 
 import bagua
-from bagua.testing import spawn
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 
@@ -107,12 +105,6 @@ def compiled(rank, world_size):
     return weights
 
 
-def test_a_step_that_is_compiled_as_a_whole(pool2):
-    for weights in pool2.run(compiled):
-        for name, value in weights["plain"].items():
-            torch.testing.assert_close(weights["compiled"][name], value)
-
-
 def normed():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
 
@@ -179,43 +171,6 @@ def compiled_and_run(rank, world_size, make):
                 called(torch.randn(6, 4)).square().sum().backward()
 
 
-@fast_in("make", [compile_around, compile_and_pass_what_is_inside, compile_in_place], MAKES)
+@fast_in("make", [compile_whole, compile_in_place], MAKES)
 def test_a_compiled_model_trains_as_a_plain_one(pool2, make):
     pool2.run(compiled_and_run, args=(make,))
-
-
-def quiet(rank, world_size):
-    with process_group():
-        model = bagua.with_bagua(torch.compile(normed(), backend="eager"))
-        model(torch.randn(6, 4)).sum().backward()
-
-
-def test_hooks_run_beside_the_graphs_without_a_warning(capfd):
-    spawn(quiet, 2)
-    written = capfd.readouterr().err
-    assert "Exception ignored" not in written and "Dynamo does not know" not in written
-
-
-def ends_behind_a_check(rank, world_size, is_removed):
-    """Rank 0 ends the group while rank 1 is still to begin the check of replicas that the last backward begins."""
-    with process_group():
-        model, optimizer = made()
-        bagua.with_bagua(model, optimizer, check_replicas=3)
-        if rank == 1:
-            named = model.named_parameters
-
-            def slow(*args, **kwargs):
-                time.sleep(0.3)
-                return named(*args, **kwargs)
-
-            model.named_parameters = slow
-        for number in range(4):
-            step(model, optimizer, rank, number)
-        if is_removed:
-            model.bagua.remove()
-            del model
-
-
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_a_program_that_ends_behind_a_check_of_replicas(pool2, is_removed):
-    pool2.run(ends_behind_a_check, args=(is_removed,))

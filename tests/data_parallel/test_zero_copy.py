@@ -1,10 +1,8 @@
 """Gradients that are encoded where autograd has put them: the same bits as from the bucket, and never too many."""
 
 import itertools
-import weakref
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import bagua
@@ -13,7 +11,6 @@ from bagua.buckets import Bucket, Member
 from bagua.data_parallel.zero_copy import ZeroCopy
 from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
 from tests.distributed.worlds import fast_in
-from tests.meeting import wait_until
 
 OPTIONS = [
     ("bytegrad", {}),
@@ -60,7 +57,7 @@ SIZES = [1, 150_000, 25_000_000]  # of buckets, in bytes
 
 @fast_in(
     "kind, bucket_bytes, accumulates",
-    [(0, 1, False), (0, 150_000, True), (1, 150_000, False), (1, 25_000_000, True), (2, 1, True), (3, 150_000, True)],
+    [(0, 1, False), (1, 150_000, True), (2, 25_000_000, True), (3, 150_000, False)],
     list(itertools.product(range(len(OPTIONS)), SIZES, [False, True])),
 )
 def test_the_same_bits_as_copying(pool2, kind, bucket_bytes, accumulates):
@@ -101,50 +98,12 @@ def _limit(rank, world_size, bucket_layers):
             assert all(bucket.take_segments() is None for bucket in model.bagua.buckets)
 
 
-def _freed(rank, world_size):
-    """The tensors of autograd are freed as soon as the next bucket leaves, not at the end of backward."""
-    with process_group():
-        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=1)
-        alive, looked = [], []
-
-        def num_done():
-            return sum(span.kind == "operation" for span in model.bagua.timeline().spans)
-
-        def look(parameter):
-            wait_until(lambda: num_done() >= before + len(looked) - 1, "what was sent before the last has come")
-            looked.append(parameter)
-            if parameter.grad.data_ptr() not in [m.view.data_ptr() for m in model.bagua.reducer.storage.members]:
-                alive.append(weakref.ref(parameter.grad))
-
-        counts = []
-
-        def count(parameter):
-            look(parameter)
-            counts.append(sum(ref() is not None for ref in alive))
-
-        for parameter in model.parameters():  # behind bagua's hooks, which are older
-            parameter.register_post_accumulate_grad_hook(count)
-        for _ in range(4):  # the first backward of each of two layouts copies all
-            alive.clear()
-            looked.clear()
-            counts.clear()
-            before = num_done()
-            model.zero_grad()
-            model(torch.ones(4, 256)).sum().backward()
-            assert len(counts) == 8 and max(counts) <= 2, counts
-        assert max(counts) > 0
-
-
-def test_what_is_read_in_place_is_freed_under_way(pool2):
-    pool2.run(_freed)
-
-
-@pytest.mark.parametrize("bucket_layers", [1, 2])
+@fast_in("bucket_layers", [2], [1, 2])
 def test_what_is_read_in_place_is_limited(pool2, bucket_layers):
     pool2.run(_limit, args=(bucket_layers,))
 
 
-@pytest.mark.parametrize("num_buckets", [3, 8, 12])
+@fast_in("num_buckets", [12], [3, 8, 12])
 def test_what_has_come_makes_room_for_the_next(num_buckets):
     """Memory is released at the moment in which it is needed, not only when the next bucket leaves."""
     buckets = []

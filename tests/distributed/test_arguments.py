@@ -81,7 +81,7 @@ def check_mistakes(rank, world_size):
     bagua.all_reduce(z)
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([tcp(2)], slow=[shm(2)])
 def test_mistakes_do_not_poison_the_group(pools, world):
     pools.run(world, check_mistakes)
 

@@ -1,7 +1,5 @@
 """NumPy arrays in every collective: in place, whatever their strides; and what is refused."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -199,58 +197,6 @@ def check_expanded(group):
 
 def test_expanded_tensors():
     thread_world(2, check_expanded)
-
-
-def shares_memory(shape, strides, item):
-    """Whether two elements of an array share a byte, asked of every pair."""
-    offsets = [
-        sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, shape))
-    ]
-    return any(abs(a - b) < item for a, b in itertools.combinations(offsets, 2))
-
-
-def layouts():
-    """Shapes and strides in elements: overlapping, nested, and interleaved without sharing anything."""
-    for shape in ((4,), (2, 3), (3, 2), (2, 2, 3), (1, 4), (3, 1, 2)):
-        for strides in itertools.product((1, 2, 3, 5), repeat=len(shape)):
-            yield shape, strides
-
-
-def check_overlap(group):
-    num_refused = 0
-    for shape, strides in layouts():
-        memory = torch.zeros(64)
-        x = memory.as_strided(shape, strides)
-        array = np.lib.stride_tricks.as_strided(memory.numpy(), shape, [4 * stride for stride in strides])
-        sent = group.bytes_sent
-        if not shares_memory(shape, strides, 1):
-            x.fill_(1 + group.rank)
-            group.all_reduce(x).wait()
-            group.all_reduce(array).wait()
-            assert (x == group.size * sum(range(1, 1 + group.size))).all(), (shape, strides)
-            assert float(memory.sum()) == float(x.sum()), "elements between those of the tensor have changed"
-            continue
-        num_refused += 1
-        for refused in (x, array):
-            with pytest.raises(bagua.InvalidArgument, match="tensor of shape .* and strides .* overlaps itself"):
-                group.all_reduce(refused)
-        block = torch.zeros(x.numel() // group.size if x.numel() % group.size == 0 else 0)
-        if len(block):
-            with pytest.raises(bagua.InvalidArgument, match="output of shape .* overlaps itself"):
-                group.all_gather(x, block)
-        if group.rank == 0:
-            with pytest.raises(bagua.InvalidArgument, match="tensor of shape .* overlaps itself"):
-                group.recv(x, 1)
-        assert group.bytes_sent == sent
-    assert num_refused > 50
-    group.broadcast(torch.zeros(6).as_strided((2, 3), (1, 2)) if group.rank else torch.zeros(6), 0).wait()
-    gathered = torch.zeros(6 * group.size)
-    group.all_gather(gathered, torch.arange(4.0).as_strided((3, 2), (1, 1))).wait()  # only read
-    assert gathered.view(group.size, 6)[1].tolist() == [0, 1, 1, 2, 2, 3]
-
-
-def test_tensors_that_overlap_themselves():
-    thread_world(2, check_overlap)
 
 
 def test_elements_that_share_some_of_their_bytes():

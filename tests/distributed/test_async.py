@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from bagua.distributed import process_group
 from bagua.distributed.work import Work
 from bagua.testing import world as thread_world
 from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
-from tests.distributed.worlds import FEW_WORLDS, TIMEOUT_S, fast_in, in_worlds, shm
+from tests.distributed.worlds import ALL_WORLDS, FEW_WORLDS, TIMEOUT_S, fast_in, in_worlds, shm
 from tests.meeting import meet, wait_until
 
 NUM_OPERATIONS = 60
@@ -75,7 +74,7 @@ def check_random_order(rank, world_size, seed):
 
 
 @fast_in(
-    "world, seed", list(zip(FEW_WORLDS, [1, 2, 3, 1, 2], strict=True)), list(itertools.product(FEW_WORLDS, [1, 2, 3]))
+    "world, seed", list(zip(FEW_WORLDS, [1, 2, 3], strict=True)), list(itertools.product(ALL_WORLDS[1:], [1, 2, 3]))
 )
 def test_completed_in_any_order(pools, world, seed):
     pools.run(world, check_random_order, seed)
@@ -115,7 +114,7 @@ def check_layouts(rank, world_size):
     assert leaf.requires_grad and leaf.is_leaf and (leaf == world_size).all()
 
 
-@in_worlds(FEW_WORLDS)
+@in_worlds([shm(3)], slow=FEW_WORLDS)
 def test_layouts(pools, world):
     pools.run(world, check_layouts)
 
@@ -136,7 +135,7 @@ def check_dropped(rank, world_size):
     assert not any(tensor() is not None for tensor in tensors), "what is completed has been let go"
 
 
-@in_worlds([shm(2), shm(3)])
+@in_worlds([shm(2)], slow=[shm(3)])
 def test_dropped_work_keeps_its_memory_while_it_runs(pools, world):
     pools.run(world, check_dropped)
 
@@ -210,26 +209,6 @@ def check_a_failed_copy_back(group):
             work.wait()
         assert isinstance(work.exception(), MemoryError)
     assert attempts == [0]
-
-
-def check_an_output_that_changes(group):
-    """This rank has no result then, and the others have theirs."""
-    array = np.ones((3, 8), dtype=np.float32)[:, ::2]
-    work = group.all_reduce(array)
-    array.flags.writeable = group.rank != 1
-    for _ in range(2):
-        if group.rank == 1:
-            with pytest.raises(bagua.InvalidArgument, match="result cannot be written to tensor: .*; pass a copy"):
-                work.wait()
-            assert isinstance(work.exception(), bagua.InvalidArgument) and (array == 1).all()
-        else:
-            work.wait()
-            assert work.exception() is None and (array == group.size).all()
-    group.barrier().wait()
-
-
-def test_an_output_that_changes_while_the_operation_runs():
-    thread_world(2, check_an_output_that_changes)
 
 
 def test_a_failed_copy_back():

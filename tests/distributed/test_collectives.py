@@ -10,14 +10,10 @@ import bagua
 from bagua import ReduceOp
 from bagua.testing import world as thread_world
 from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
-from tests.distributed.worlds import ALL_WORLDS, FEW_WORLDS, in_worlds, shm, tcp, through_torch
+from tests.distributed.worlds import ALL_WORLDS, FEW_WORLDS, in_worlds, mixed, shm, tcp
 
 SIZES = (0, 1, 3, 33, 1025, 65537)
 LARGE = 1_000_003
-# What they have is in other worlds too: sizes, transports; and over torch every result has the bits of the native
-# transport (test_torch_transport.py).
-THE_OTHERS = [shm(4), tcp(2), tcp(4), through_torch(3)]
-MOST_WORLDS = [world for world in ALL_WORLDS if world not in THE_OTHERS]
 
 
 def all_values(world_size, numel, dtype, small=False):
@@ -38,7 +34,8 @@ def check_all_reduce(rank, world_size):
     assert_reduced(x, inputs, ReduceOp.SUM, f"all_reduce {LARGE}")
 
 
-@in_worlds(MOST_WORLDS, slow=THE_OTHERS)
+# Over torch every result has the bits of the native transport (test_torch_transport.py).
+@in_worlds([shm(3), tcp(2), mixed(4)], slow=ALL_WORLDS)
 def test_all_reduce(pools, world):
     pools.run(world, check_all_reduce)
 
@@ -73,7 +70,7 @@ def check_reduce_scatter(rank, world_size):
         assert_same(source, inputs[rank], f"input of {what}")
 
 
-@in_worlds(MOST_WORLDS, slow=THE_OTHERS)
+@in_worlds([shm(2), tcp(3)], slow=ALL_WORLDS)
 def test_reduce_and_reduce_scatter(pools, world):
     pools.run(world, check_reduce)
     pools.run(world, check_reduce_scatter)
@@ -115,7 +112,7 @@ def check_movements(rank, world_size):
         bagua.barrier()
 
 
-@in_worlds(MOST_WORLDS, slow=THE_OTHERS)
+@in_worlds([shm(1), shm(3), tcp(2)], slow=ALL_WORLDS)
 def test_movements(pools, world):
     pools.run(world, check_movements)
 

@@ -33,7 +33,7 @@ def check_subsets(rank, world_size):
             assert total(10**rank + repetition, group) == sum(10**r + repetition for r in subset)
 
 
-@in_worlds([shm(3), tcp(3), mixed(4)])
+@in_worlds([mixed(4)], slow=[shm(3), tcp(3)])
 def test_subsets(pools, world):
     pools.run(world, check_subsets)
 
@@ -65,7 +65,7 @@ def check_global_ranks(rank, world_size):
     bagua.barrier(group=group)
 
 
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([tcp(3)], slow=[shm(3)])
 def test_arguments_are_global_ranks(pools, world):
     pools.run(world, check_global_ranks)
 
@@ -148,7 +148,7 @@ def check_timeout_of_group(rank, world_size):
 
 
 @pytest.mark.timed
-@in_worlds(FEW_WORLDS[:1])
+@in_worlds([shm(2)])
 def test_a_group_has_a_timeout_and_a_failure_of_its_own(pools, world):
     pools.run(world, check_timeout_of_group)
 
@@ -288,7 +288,7 @@ def _held():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([tcp(2)], slow=[shm(2)])
 def test_closed_groups_leave_nothing(pools, world):
     pools.run(world, check_come_and_go)
 

@@ -65,17 +65,17 @@ def come_and_go(rank, world_size, rounds, num_groups):
     return resident
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([tcp(2)], slow=[shm(2)])
 def test_closed_groups_do_not_keep_tensors_from_the_memory_of_earlier_ones(pools, world):
     """Each would take another 1 or 2 MB where something small stayed behind of the group before.
 
     malloc has areas of its own for threads, which the first groups fill.
     """
-    for resident in pools.run(world, come_and_go, 8, 30):
+    for resident in pools.run(world, come_and_go, 6, 30):
         assert resident[-1] - resident[1] < 100 << 20, resident
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([shm(2)], slow=[tcp(2)])
 def test_a_minute_of_steps(pools, world):
     check(pools.run(world, run_steps, NUM_STEPS // 600, NUM_STEPS // 60))
 

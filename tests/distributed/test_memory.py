@@ -63,7 +63,7 @@ def check_memory(rank, world_size, kind):
 
 @fast_in(
     "world, kind",
-    [(shm(2), "first"), (shm(3), "all"), (mixed(4), "others")],
+    [(shm(2), "all"), (shm(3), "others")],
     list(itertools.product([shm(2), shm(3), mixed(4)], ["all", "first", "others"])),
 )
 def test_shared_and_ordinary_memory_mix(pools, world, kind):

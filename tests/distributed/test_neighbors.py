@@ -58,7 +58,7 @@ def expected_average(topology, n, i, s, numel, dtype, codec=None):
 def check_full_precision(group, dtypes=DTYPES):
     for topology in TOPOLOGIES:
         for step in STEPS:
-            for dtype in dtypes:
+            for dtype in dtypes if step < 2 else dtypes[:1]:
                 for numel in {0: SIZES[:4], 1: SIZES[2:]}.get(step, SIZES[2:3]):
                     what = f"{topology} at step {step}, {numel} {dtype}, rank {group.rank} of {group.size}"
                     x = values(group.rank, numel, dtype).clone()
@@ -72,7 +72,7 @@ def check_full_precision(group, dtypes=DTYPES):
                         assert torch.equal(x, exact.float().to(dtype)), f"{what}: rounded more than once"
 
 
-@fast_in("size", [1, 2, 3, 5], range(1, 7))
+@fast_in("size", [2, 5], range(1, 7))
 def test_full_precision(size):
     thread_world(size, check_full_precision)
 
@@ -81,8 +81,8 @@ def check_low_precision(group, codecs):
     for codec in codecs:
         for topology in TOPOLOGIES:
             for step in (0, 3):
-                for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                    for numel in SIZES if dtype is torch.float32 and step == 3 else SIZES[1:4]:
+                for dtype in (torch.float32,) if step else (torch.float16, torch.bfloat16):
+                    for numel in SIZES if step else SIZES[1:4]:
                         x = values(group.rank, numel, dtype).clone()
                         seeded = bagua.codecs.get(codec).with_seed(SEED)
                         work = group.neighbor_average(x, topology, step, codec=seeded)
@@ -93,7 +93,7 @@ def check_low_precision(group, codecs):
                         assert work.nonfinite_blocks == 0
 
 
-@fast_in("size", [2, 5], [1, 2, 3, 5])
+@fast_in("size", [5], [1, 2, 3, 5])
 def test_low_precision(size):
     thread_world(size, check_low_precision, SPECS if size == 3 else bagua.codecs.available())
 
@@ -111,7 +111,7 @@ def check_mean(group):
         assert (x - mean).abs().max() < 1e-3 * mean.abs().max(), f"{topology} does not mix"
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
+@fast_in("size", [5], [2, 4, 5])
 def test_the_mean_is_preserved(size):
     thread_world(size, check_mean)
 
@@ -141,7 +141,7 @@ def check_between_processes(rank, world_size):
     assert torch.equal(x, exact.float())
 
 
-@in_worlds([shm(2), tcp(4)], slow=[shm(3), mixed(4)])
+@in_worlds([tcp(3)], slow=[shm(2), shm(3), tcp(4), mixed(4)])
 def test_between_processes(pools, world):
     pools.run(world, check_between_processes)
 
@@ -168,7 +168,7 @@ def documented_bytes(topology, n, num_bytes):
     return 2 * num_bytes if topology == "ring" else num_bytes
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@fast_in("n", [4, 5], [2, 3, 4, 5])
 def test_bytes_of_the_topologies(n):
     """Over as many steps as every rank takes to have had its turn of resting."""
     x_bytes = 4 * 60_000

@@ -11,7 +11,7 @@ import bagua
 from bagua import codecs
 from bagua.distributed.memory_overlap import first_to_share, shares_with_itself
 from tests.distributed.oracles import values
-from tests.distributed.worlds import in_worlds, shm, tcp, through_torch
+from tests.distributed.worlds import fast_in, in_worlds, shm, tcp, through_torch
 
 # Of a block, in elements of float32: on both sides of 16 and of 32 KiB, where the selector takes another algorithm.
 NUMELS = (5, 4096, 4097, 9000)
@@ -118,18 +118,16 @@ def check_table(rank, size, dtype):
     assert num_refused > 50
 
 
-TABLE = [shm(2), shm(3), tcp(3), through_torch(3)]
-
-
-@in_worlds(TABLE, slow=[shm(4), tcp(4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+@fast_in(
+    "world, dtype",
+    [(shm(3), torch.float32), (tcp(2), torch.int32), (through_torch(3), torch.float64)],
+    [
+        *itertools.product([shm(2), shm(3), shm(4), tcp(3), tcp(4)], [torch.float32, torch.int32]),
+        *((world, torch.float64) for world in (shm(2), shm(3), tcp(3), through_torch(3))),
+    ],
+)
 def test_every_collective_at_every_offset(pools, world, dtype):
     pools.run(world, check_table, dtype)
-
-
-@in_worlds([tcp(3)], slow=TABLE)
-def test_other_types_at_every_offset(pools, world):
-    pools.run(world, check_table, torch.float64)
 
 
 def check_codecs(rank, size):
@@ -152,7 +150,7 @@ def check_codecs(rank, size):
                 call(output, x, codec=codec)
 
 
-@in_worlds([shm(3), tcp(2)])
+@in_worlds([shm(3)], slow=[tcp(2)])
 def test_codecs_in_place(pools, world):
     pools.run(world, check_codecs)
 
@@ -181,7 +179,7 @@ def check_strided(rank, size):
     assert torch.equal(odd, x[rank * numel : (rank + 1) * numel])
 
 
-@in_worlds([shm(2), tcp(3)])
+@in_worlds([tcp(3)], slow=[shm(2)])
 def test_tensors_with_gaps_may_overlap(pools, world):
     pools.run(world, check_strided)
 
@@ -209,7 +207,7 @@ def meets(elements):
 def test_shares_with_itself_equals_the_definition():
     draw = random.Random(1)
     found = {True: 0, False: 0}
-    for _ in range(4000):
+    for _ in range(2500):
         num_dims, item = draw.randint(1, 4), draw.choice((1, 1, 2, 4))
         shape = [draw.randint(0 if draw.random() < 0.05 else 1, 5) for _ in range(num_dims)]
         strides = [draw.choice((1, -1)) * draw.randint(0 if draw.random() < 0.1 else 1, 30) for _ in range(num_dims)]

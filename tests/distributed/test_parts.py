@@ -46,7 +46,7 @@ def check_parts(rank, world_size, dtype):
 
 @fast_in(
     "world, dtype",
-    [(shm(1), torch.float32), (shm(3), torch.float16), (tcp(2), torch.float32)],
+    [(shm(3), torch.float16), (tcp(2), torch.float32)],
     list(itertools.product([shm(1), shm(3), tcp(2), mixed(4)], [torch.float32, torch.float16])),
 )
 def test_parts_are_as_good_as_the_whole(pools, world, dtype):
@@ -69,7 +69,7 @@ def check_averages_of_parts(rank, world_size):
                     assert torch.equal(into, whole), (topology, codec, hierarchical, numel)
 
 
-@in_worlds([shm(1), shm(3), tcp(2), mixed(4)])
+@in_worlds([shm(3), tcp(2)], slow=[shm(1), mixed(4)])
 def test_averages_of_parts(pools, world):
     pools.run(world, check_averages_of_parts)
 

@@ -8,7 +8,7 @@ import torch
 
 import bagua
 from tests.distributed.oracles import DTYPES, assert_same, values
-from tests.distributed.worlds import FEW_WORLDS, in_worlds, shm, tcp
+from tests.distributed.worlds import ALL_WORLDS, FEW_WORLDS, in_turns, in_worlds, shm, tcp
 
 SIZES = (0, 1, 33, 65537, 500_000)
 
@@ -66,17 +66,17 @@ def check_ring_of_blocking_calls(rank, world_size):
     assert (box == left + 0.5).all()
 
 
-@in_worlds(FEW_WORLDS)
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS[1:])
 def test_pairs(pools, world):
     pools.run(world, check_pairs)
 
 
-@in_worlds(FEW_WORLDS)
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS[1:])
 def test_order(pools, world):
     pools.run(world, check_order)
 
 
-@in_worlds(FEW_WORLDS)
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS[1:])
 def test_rings(pools, world):
     pools.run(world, check_ring_of_blocking_calls)
 
@@ -103,9 +103,8 @@ def check_first_contact(rank, world_size, first):
     bagua.send(100 + box, first)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-@pytest.mark.parametrize("world", [shm(3), tcp(3)], ids=str)
-def test_first_contact_waits_for_nobody_else(pools, world, first):
+@in_turns("first, world", [0, 1, 2], [tcp(3), shm(3)])
+def test_first_contact_waits_for_nobody_else(pools, first, world):
     """Each run has a new group, so nobody is connected at its beginning."""
     pools.run(world, check_first_contact, first, timeout=20)
 
@@ -128,7 +127,7 @@ def check_beside_collectives(rank, world_size):
         work.wait()
 
 
-@in_worlds(FEW_WORLDS)
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS[1:])
 def test_messages_do_not_hold_up_collectives(pools, world):
     pools.run(world, check_beside_collectives)
 

@@ -40,7 +40,7 @@ def finish(seed, memory, call, started):
         raise AssertionError(f"seed {seed}, on {os.getpid()}: {call}: {error}") from error
 
 
-@in_worlds([shm(4), mixed(4)], slow=[tcp(4)])
+@in_worlds([mixed(4)], slow=[shm(4), tcp(4)])
 def test_random_collectives(pools, world):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")

@@ -14,12 +14,11 @@ import bagua
 from bagua import _C, ReduceOp
 from bagua.net.torch_transport import Forwarder
 from bagua.testing import spawn
-from tests.distributed.oracles import DTYPES, assert_same, ops_of, values
+from tests.distributed.oracles import DTYPES, assert_same, ops_of
 from tests.distributed.worlds import TIMEOUT_S, fast_in
 from tests.meeting import meet
 
 SIZES = (1, 1200, 70_001)
-NAMES = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
 def noise(rank, numel, dtype):
@@ -107,50 +106,6 @@ def test_the_same_bits_as_the_native_transport(is_whole):
 
 
 # ---- torch's own collectives, on the group that moves bagua's bytes
-
-
-def compare_with_gloo(rank, world_size):
-    dist.init_process_group("gloo")
-    bagua.init_process_group("torch", timeout=TIMEOUT_S)
-    for dtype, numel in itertools.product((torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8), SIZES):
-        x, wide = values(rank, world_size, numel, dtype), values(rank, world_size, numel * world_size, dtype)
-        for ours, theirs in NAMES.items():
-            y, z = x.clone(), x.clone()
-            bagua.all_reduce(y, ours)
-            dist.all_reduce(z, theirs)
-            assert_same(y, z, f"all_reduce {ours.name} {dtype} {numel}")
-        y, z = x.clone(), x.clone()
-        bagua.broadcast(y, 1)
-        dist.broadcast(z, 1)
-        assert_same(y, z, f"broadcast {dtype} {numel}")
-        y, z = torch.empty_like(wide), torch.empty_like(wide)
-        bagua.all_gather(y, x)
-        dist.all_gather(list(z.view(world_size, numel)), x.clone())
-        assert_same(y, z, f"all_gather {dtype} {numel}")
-        bagua.all_to_all(y, wide)
-        dist.all_to_all_single(z, wide.clone())
-        assert_same(y, z, f"all_to_all {dtype} {numel}")
-        y = noise(rank, numel, torch.float32)
-        z = y.clone()
-        bagua.all_reduce(y)
-        dist.all_reduce(z)
-        torch.testing.assert_close(y, z)
-    if rank == 0:  # torch's own messages, with a tag of the program's
-        dist.send(torch.arange(5), 1, tag=7)
-        bagua.send(torch.ones(5), 1)
-    elif rank == 1:
-        y, z = torch.zeros(5), torch.zeros(5, dtype=torch.int64)
-        dist.recv(z, 0, tag=7)
-        bagua.recv(y, 0)
-        assert y.tolist() == [1.0] * 5 and z.tolist() == [0, 1, 2, 3, 4]
-    bagua.destroy_process_group()
-    dist.all_reduce(x := torch.ones(3))
-    assert (x == world_size).all(), "the group of torch is the program's, and goes on"
-    dist.destroy_process_group()
-
-
-def test_the_same_values_as_gloo():
-    spawn(compare_with_gloo, 3)
 
 
 # ---- set-up

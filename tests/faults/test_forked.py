@@ -135,7 +135,7 @@ def children_come_and_go(rank, world_size):
         assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
 
 
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([shm(3)], slow=[tcp(3)])
 def test_children_that_clean_up_do_not_touch_what_is_their_parents(world):
     spawn_in(world, children_come_and_go)
 

@@ -49,8 +49,7 @@ def test_arguments_win_over_the_environment():
     assert (launch.rank, launch.world_size, launch.local_rank, launch.restart_count) == (0, 2, None, 0)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-@pytest.mark.parametrize("empty", [False, True], ids=["missing", "empty"])
+@pytest.mark.parametrize(("name", "empty"), [("RANK", False), ("MASTER_ADDR", True)], ids=["missing", "empty"])
 def test_a_missing_variable_is_named(name, empty):
     environ = {**TORCHRUN, name: ""} if empty else without(name)
     with pytest.raises(InvalidArgument, match=f"the environment has no {name}, .*torchrun --nproc-per-node"):
@@ -66,11 +65,8 @@ def test_all_missing_variables_are_named_at_once():
     ("changes", "message"),
     [
         ({"RANK": "8"}, r"rank 8 is not in 0\.\.7 \(world_size is 8\)"),
-        ({"RANK": "-1"}, "RANK=-1 is out of range"),
         ({"RANK": "one"}, "RANK='one' is not an integer"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is out of range"),
         ({"MASTER_PORT": "70000"}, r"MASTER_PORT=70000 is out of range; give a value in 0\.\.65535"),
-        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not an integer"),
     ],
     ids=str,
 )
@@ -102,24 +98,13 @@ def test_settings_and_their_defaults():
     [
         ({"BAGUA_TCP_STREAM": "4"}, "BAGUA_TCP_STREAM is not a setting of bagua; write BAGUA_TCP_STREAMS, if"),
         ({"BAGUA_TCP_STREAMS": "0"}, r"BAGUA_TCP_STREAMS=0 is out of range; give a value in 1\.\.64"),
-        ({"BAGUA_TCP_STREAMS": "many"}, "BAGUA_TCP_STREAMS='many' is not an integer"),
-        (
-            {"BAGUA_TCP_CONGESTION": ""},
-            "BAGUA_TCP_CONGESTION='' is no name of 1 to 15 characters; give 'auto', ",
-        ),
         ({"BAGUA_TCP_CONGESTION": "Cubic, reno"}, "BAGUA_TCP_CONGESTION='Cubic, reno' is no name"),
-        ({"BAGUA_TCP_CONGESTION": "longer_than_15ch"}, "'longer_than_15ch' is no name of 1 to 15 characters"),
         ({"BAGUA_SHM_RING_BYTES": "5000"}, "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
         ({"BAGUA_SHARED_MEMORY": "yes"}, "BAGUA_SHARED_MEMORY='yes' is not an integer"),
-        ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),
-        ({"BAGUA_THRESHOLDS": "direct_bytes"}, "BAGUA_THRESHOLDS has 'direct_bytes'; give name=bytes, separated by"),
         ({"BAGUA_THRESHOLDS": "a=1,b=-2"}, "BAGUA_THRESHOLDS has 'b=-2'"),
-        ({"BAGUA_THRESHOLDS": "a=1,a=2"}, "BAGUA_THRESHOLDS has 'a=2'; give each name once"),
-        ({"BAGUA_THRESHOLDS": "a=99999999999999999999"}, "give each name once, and less than 2.63 bytes"),
         ({"BAGUA_AUTH_TOKEN": ""}, "BAGUA_AUTH_TOKEN has 0 characters that are too easy to guess"),
         ({"BAGUA_AUTH_TOKEN": "ab" * 50}, "at most 6 bits, expected 76.; make one with `bagua token`"),
         ({"BAGUA_AUTH_TOKEN": "0123456789abcdef" * 2}, "has 32 characters that are too easy to guess"),
-        ({"BAGUA_AUTH_TOKEN": "one two three four"}, "has 18 characters that are too easy to guess"),
         ({"BAGUA_AUTH_TOKEN": "correct horse battery"}, "has 21 characters that are too easy to guess"),
         ({"BAGUA_BACKEND": "mpi"}, "BAGUA_BACKEND='mpi' is unknown; the backends are auto, native, nccl, torch"),
     ],
@@ -161,17 +146,10 @@ def test_what_a_file_with_a_token_is(tmp_path):
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("TCP_STREMS", "TCP_STREAMS"),  # one letter missing, doubled, wrong; two exchanged
-        ("TCP_STREAMSS", "TCP_STREAMS"),
-        ("SPIN_MS", "SPIN_US"),
+        ("TCP_STREMS", "TCP_STREAMS"),  # one letter missing; two exchanged
         ("BACKNED", "BACKEND"),
         ("STREAMS", "TCP_STREAMS"),  # a word missing, or too much
         ("TOKEN_FILE", "AUTH_TOKEN_FILE"),
-        ("AUTHTOKEN", "AUTH_TOKEN"),
-        ("SHARED_MEM", "SHARED_MEMORY"),
-        ("SOCKET_NAME", "SOCKET_IFNAME"),
-        ("SHM_RING_SIZE", "SHM_RING_BYTES"),
-        ("THRESHOLD", "THRESHOLDS"),
         ("tcp_congestion", "TCP_CONGESTION"),
     ],
 )
@@ -198,7 +176,7 @@ def test_variables_of_the_build_may_still_be_there():
     assert settings(dict.fromkeys(read, "anything")) == settings({})
 
 
-@pytest.mark.parametrize("address", ["h\udcffst", "a..b", 70 * "x"])
+@pytest.mark.parametrize("address", ["h\udcffst", "a..b"])
 def test_a_master_address_that_is_no_name(address):
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": address, "MASTER_PORT": "1"}
     with pytest.raises(InvalidArgument, match="MASTER_ADDR=.* is no host name"):

@@ -15,6 +15,7 @@ from bagua.net import congestion
 from bagua.net.interfaces import InterfaceAddress, interface_addresses
 from bagua.net.links import Endpoint
 from bagua.testing import spawn
+from tests.distributed.worlds import in_turns
 
 
 def control_of(sock):
@@ -171,8 +172,7 @@ def test_a_connection_whose_route_forbids_the_choice_keeps_its_own(connection, c
     assert "a connection does not accept BAGUA_TCP_CONGESTION=not-loaded and keeps its default" in caplog.text
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-@pytest.mark.parametrize("setting", ["auto", "a name"])
+@in_turns("setting, address", ["auto", "a name"], ["127.0.0.1", "::1"])
 def test_all_data_connections_have_it_and_no_other(two_names, address, setting):
     """Two imitated hosts with three streams: what every rank's established connections use."""
     if address == "::1" and not any(here.address == address for here in interface_addresses()):

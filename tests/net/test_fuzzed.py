@@ -18,7 +18,7 @@ from bagua.net.listener import IncomingChannel
 hypothesis = pytest.importorskip("hypothesis", reason="needs hypothesis, which cannot be imported")
 st = hypothesis.strategies
 
-EXAMPLES = 30
+EXAMPLES = 15
 SLOW_S = 300.0
 KEY = b"the key of this rendezvous"
 DIALER, ACCEPTOR = Credentials(KEY, 1, 4), Credentials(KEY, 0, 4)

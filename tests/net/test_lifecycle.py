@@ -212,7 +212,7 @@ def ends_without_destroy(rank, world_size):
     kept[1].wait()  # noqa: F821
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@fast_in("backend", ["native"], ["torch"])
 def test_a_program_may_end_without_destroy(backend):
     spawn(ends_without_destroy, 2, env={"BAGUA_BACKEND": backend})
 

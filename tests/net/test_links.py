@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import itertools
 import os
-import resource
 import socket
 import sys
 import threading
@@ -84,20 +83,6 @@ def barrier(ranks):
     """Returns what it raises on each of them."""
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         return list(threads.map(Rank.barrier, ranks))
-
-
-@contextlib.contextmanager
-def descriptors_left(count):
-    """This process can open so many more."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]  # the lowest numbers
-    for fd in free:
-        os.close(fd)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], before[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def none_left(*_):
@@ -231,21 +216,6 @@ def test_who_does_not_prove_itself_holds_no_descriptor_that_a_rank_needs(monkeyp
             assert silent.recv(1) == b""
 
 
-@pytest.mark.slow("test_where_descriptors_end_that_is_said_at_once")
-@pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
-def test_however_few_descriptors_are_left(env):
-    """So that they end at every step of connecting, on either side."""
-    for count in range(20):
-        with two_ranks(env) as ranks, descriptors_left(count):
-            seen = barrier(ranks)
-        if seen == [None, None]:
-            break
-        failures = [failure for failure in seen if failure is not None]
-        assert any("ulimit -n" in str(error) for error, _ in failures), (count, failures)
-        assert max(seconds for _, seconds in failures) < AT_ONCE_S, (count, failures)
-    assert count > 3 and seen == [None, None], (count, seen)
-
-
 @pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize("peer_of_failing", [0, 1], ids=["dialer", "acceptor"])
 def test_a_channel_that_one_end_cannot_have_fails_both(env, peer_of_failing, monkeypatch):
@@ -262,20 +232,6 @@ def test_a_channel_that_one_end_cannot_have_fails_both(env, peer_of_failing, mon
     with two_ranks(env) as ranks:
         for error, seconds in barrier(ranks):
             assert "no memory is left" in str(error) and seconds < AT_ONCE_S, (error, seconds)
-
-
-def test_a_dialer_whose_thread_does_not_start_has_none(monkeypatch):
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    with two_ranks(SHM) as ranks:
-        dialer = ranks[1].endpoint._dialer
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", fail)
-            with pytest.raises(TransportError, match="can't start"):
-                dialer.want(ranks[1].group._cores.collectives.key, 0)
-        assert dialer._threads == {}
-        assert barrier(ranks) == [None, None], "and may try again"
 
 
 def interrupted_at(point, call):

@@ -9,6 +9,7 @@ import torch
 
 import bagua
 from bagua.testing import spawn
+from tests.distributed.worlds import SAME_TEST
 
 LIMIT = 1024
 
@@ -29,7 +30,7 @@ def reduce_in_all(rank, world_size, num_groups):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("shared_memory", ["0", "1"], ids=["tcp", "shm"])
+@pytest.mark.parametrize("shared_memory", ["0", pytest.param("1", marks=SAME_TEST)], ids=["tcp", "shm"])
 @pytest.mark.parametrize("num_groups", [20, pytest.param(200, marks=pytest.mark.slow("the same test, 20 groups"))])
 def test_groups_of_four_ranks_need_few_descriptors(pool4, num_groups, shared_memory):
     for num_open in pool4.run(reduce_in_all, args=[num_groups], env={"BAGUA_SHARED_MEMORY": shared_memory}):

@@ -61,7 +61,7 @@ def _save(rank, world_size, folder, algorithm):
             return json.load(file), timeline, sent
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "decentralized"])
+@fast_in("algorithm", ["bytegrad", "decentralized"], ["gradient_allreduce"])
 def test_the_trace_of_a_rank(pool2, tmp_path, algorithm):
     content, timeline, sent = pool2.run(_save, args=(str(tmp_path), algorithm))[1]
     about = content["otherData"]

@@ -10,6 +10,7 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 from tests.profiler.training import train
 
 COUNTERS = {"steps", "exposed_communication_seconds", "sent_bytes", "network_sent_bytes"}
@@ -185,7 +186,7 @@ def _sent(rank, world_size):
         return [bagua.metrics.values(model) for model in models]
 
 
-@pytest.mark.parametrize("shares_memory", [True, False])
+@fast_in("shares_memory", [False], [True, False])
 def test_each_model_has_the_bytes_of_its_own_operations(shares_memory):
     """In an all_reduce of n bytes each of two ranks sends n; small messages outside buckets stay below 8 KB."""
     from bagua.testing import spawn

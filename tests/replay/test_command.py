@@ -15,7 +15,6 @@ import bagua
 from bagua.cli import bench
 from bagua.replay import command, disturbance, hosts, report, systems
 from bagua.replay.cases import Case, Outcome, best_ddp, bound_s, is_ddp, outcomes_of
-from bagua.replay.plots import PLOTTED
 from bagua.replay.profiles import Layer, Profile, SleepingModel, record
 from bagua.replay.systems import ALONE, Result, Task, check, check_scaled, destroy, initialise, measure, parse
 from bagua.replay.verification import Verification
@@ -132,19 +131,13 @@ VERIFIED = [  # a system, the defect after its steps, and the message about it
     ("ddp", "", "verified"),
     ("ddp_bf16", "one rank's gradient", "the ranks' results differ"),
     ("gradient_allreduce", "gradients are sums", "gradients are 1 off the mean"),
-    ("bytegrad:overlap=False", "", "verified"),
-    ("qsgd:bits=4", "", "verified"),
     ("qsgd:bits=4", "gradients are sums", "off the mean"),
     ("powersgd", "", "verified"),
-    ("powersgd", "one rank's gradient", "the ranks' results differ"),
-    ("powersgd:rank=1", "", "verified"),
-    ("powersgd:error_feedback=False", "", "verified"),
     ("qadam", "", "verified"),
     ("qadam", "one rank's weight", "the ranks' results differ"),
     ("local_sgd", "", "verified"),
     ("local_sgd", "no exchange", "apart"),
     ("local_sgd", "the mean moves", "the weights' mean has moved by"),
-    ("low_precision_decentralized", "", "verified"),
     ("async_averaging:sync_interval=0.001", "the mean moves", "the weights' mean has moved by"),
 ]
 
@@ -316,40 +309,21 @@ def test_systems_that_can_be_played():
     [
         ("--hosts 0", "--hosts has 0; expected 1 or more"),
         ("--profiles vgg16 resnet50 vgg16", "--profiles has vgg16 more than once"),
-        ("--rates 100 100", "--rates has 100 more than once"),
-        ("--hosts 2 -3", "--hosts has -3; expected 1 or more"),
-        ("--ranks-per-host 0", "--ranks-per-host has 0; expected 1 or more"),
-        ("--rates 100 0", "--rates has 0; expected 1 or more"),
         ("--congestion not-loaded", "--congestion is not-loaded; this kernel has "),
-        ("--turns 0", "--turns has 0; expected 1 or more"),
         ("--scale nan", "--scale is nan; expected a number of more than 0"),
-        ("--scale inf", "--scale is inf; expected a number of more than 0"),
         ("--profiles vgg16 {}/none.json", "--profiles has {}/none.json; expected a file, or one of bert_large"),
-        ("--profiles vgg16 {}", "{} cannot be read as a profile"),
         ("--profiles {}/broken.json", "{}/broken.json cannot be read as a profile"),
         ("--hosts 4 300", "--hosts has 300; expected 254 or fewer, as 10.99.0.0/24 has addresses"),
-        ("--csv {}", "--csv is the folder {}, expected a file, such as {}/replay.csv"),
         ("--csv {}/other.csv", "--csv is {}/other.csv, whose first line is 'a,b', expected 'date,profile,scale,"),
-        ("--csv {}/bytes.csv", "--csv is {}/bytes.csv, which cannot be read ("),
         ("--plot {}/x.xyz", "--plot is {}/x.xyz; expected a name that ends in ."),
         ("--plot {}/none/x.png", "--plot is {}/none/x.png, but there is no folder {}/none"),
         ("--systems ddp nothing:bits=4", "--systems has nothing:bits=4; expected ddp"),
         ("--systems ddp:overlap=False", "ddp:overlap=False: unknown option 'overlap' for torch's DDP; its options"),
-        ("--systems ddp_fp16:process_group=1", "unknown option 'process_group' for torch's DDP"),
         ("--systems ddp:bucket_cap_mb=0", "option bucket_cap_mb is 0, expected a number of more than 0"),
-        ("--systems ddp:bucket_cap_mb=a", "option bucket_cap_mb is 'a', expected a number of more than 0"),
-        ("--systems ddp:static_graph=1", "option static_graph is 1, expected True or False"),
         ("--systems bytegrad:nonsense=3", "bytegrad:nonsense=3: unknown option 'nonsense' for algorithm 'bytegrad'"),
-        ("--systems bytegrad:group=3", "unknown option 'group' for algorithm 'bytegrad'"),
-        ("--systems bytegrad:bucket_bytes=0", "option bucket_bytes is 0, expected an integer of at least 1"),
-        ("--systems bytegrad:overlap=0", "option overlap is 0, expected True or False"),
         ("--scale 0.5 --systems powersgd", "at scale 0.5 it would not play what powersgd does: parameters of (64, 3"),
-        ("--scale 2 --systems ddp powersgd:rank=1", "powersgd:rank=1 cannot be played with vgg16: at scale 2 it would"),
         ("--systems qsgd:bits=5", "qsgd:bits=5: "),
-        ("--systems qsgd:bits", "bits is '', expected 8, 4 or 2"),
-        ("--systems qadam:warmup_steps=7", "qadam:warmup_steps=7: warmup_steps is 7"),
         ("--systems local_sgd:overlap=False", "option overlap is for algorithms that exchange gradients"),
-        ("--systems qadam:overlap=False", "option overlap is for algorithms that exchange gradients"),
         (
             "--systems async_averaging:broadcast_buffers=True",
             "broadcast_buffers=True is for algorithms whose ranks step",
@@ -359,7 +333,6 @@ def test_systems_that_can_be_played():
 def test_options_that_are_refused_before_anything_runs(options, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00\n")
     monkeypatch.setattr(command, "run", lambda args: pytest.fail("it ran"))
     given = options.format(tmp_path).split()
     with pytest.raises(SystemExit):
@@ -494,26 +467,6 @@ def test_rows_are_added_to_a_csv(played, tmp_path):
 
 def labels(axis):
     return [text.get_text() for text in axis.get_legend().get_texts()]
-
-
-@pytest.mark.slow("test_systems_that_were_chosen_are_drawn")
-def test_two_rates_are_drawn_by_rate(played, tmp_path):
-    figure = played("--profiles vgg16 --hosts 2 4 --rates 1000 100 --plot", tmp_path / "x.png")[-1]
-    assert (tmp_path / "x.png").stat().st_size > 1000
-    assert len(figure.axes) == 6
-    for steps, exposed, wire in (figure.axes[:3], figure.axes[3:]):
-        assert all(axis.get_xscale() == axis.get_yscale() == "log" for axis in (steps, exposed))
-        assert labels(steps) == [*PLOTTED, ALONE]
-        assert [list(line.get_xdata()) for line in steps.lines[:2]] == [[100, 1000]] * 2
-        assert [list(line.get_ydata()) for line in steps.lines[:2]] == [[250, 250], [150, 150]]  # it, its bound
-        assert list(exposed.lines[0].get_ydata()) == [150, 150]
-        assert len(wire.patches) == len(PLOTTED)
-    assert figure.axes[3].get_title() == "vgg16, scale 1, 4 hosts: step, dotted: its bound"
-
-
-def test_systems_that_were_chosen_are_drawn(played, tmp_path):
-    options = "--profiles vgg16 --rates 100 1000 --systems qadam ddp:bucket_cap_mb=2.5 --plot"
-    assert labels(played(options, tmp_path / "x.png")[-1].axes[0])[:2] == ["qadam", "ddp:bucket_cap_mb=2.5"]
 
 
 def test_one_rate_is_drawn_as_bars_beside_bounds(played, tmp_path):

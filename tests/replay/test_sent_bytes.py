@@ -22,15 +22,14 @@ def test_an_address_of_ipv6(monkeypatch):
     assert [sent_bytes.interface_of(text) for text in ("fe80::1%a", "fe80::1%b", "0::2")] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("chosen", ["no_such0", "192.0.2.1", "fe80::1%no_such0", ""])
+@pytest.mark.parametrize("chosen", ["no_such0", "192.0.2.1"])
 def test_what_is_no_interface_of_this_host(chosen, monkeypatch):
     monkeypatch.setenv("BAGUA_SOCKET_IFNAME", chosen)
     with pytest.raises(bagua.InvalidArgument, match=rf"BAGUA_SOCKET_IFNAME='{chosen}' is no .* choose one of .*\(lo\)"):
         sent_bytes.sent_bytes()
 
 
-@pytest.mark.parametrize("has_tc", [True, False])
-@pytest.mark.parametrize("chosen", ["lo", "127.0.0.1"])
+@pytest.mark.parametrize(("chosen", "has_tc"), [("lo", True), ("127.0.0.1", False)])
 def test_bytes_of_a_chosen_address_are_counted(chosen, has_tc, monkeypatch):
     if has_tc and shutil.which("tc") is None:
         pytest.skip("tc is not found")

@@ -96,7 +96,7 @@ def test_nodes_may_have_unequal_sizes():
     assert [value[2:5] for value in values] == [["0", "1", "0"], ["0", "2", "1"], ["1", "2", "1"]]
 
 
-@pytest.mark.parametrize("nodes", [0, 2, [1, 1], [3, 0]])
+@pytest.mark.parametrize("nodes", [2, [3, 0]])
 def test_impossible_nodes_are_refused(nodes):
     with pytest.raises(ValueError, match="nodes is"):
         spawn(rank_of, 3, nodes=nodes)

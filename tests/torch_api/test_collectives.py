@@ -10,12 +10,13 @@ import bagua
 import bagua.torch_api as api
 from bagua.torch_api.data_parallel import functional
 from bagua.torch_api.data_parallel.distributed import to_bagua_process_group
+from tests.distributed.worlds import SAME_TEST
 from tests.torch_api.programs import original_process_group, process_group
 
 NUMEL = 5
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[3, pytest.param(2, marks=SAME_TEST)])
 def pool(request):
     return request.getfixturevalue(f"pool{request.param}")
 

@@ -11,6 +11,7 @@ from bagua.torch_api import communication
 from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
 from bagua.torch_api.data_parallel import DistributedDataParallel, functional
 from tests import accelerator
+from tests.conformance.training import slow_but
 from tests.torch_api.programs import original_process_group
 
 
@@ -151,7 +152,7 @@ def training(rank, n, device, name):
     return weights
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but(ALGORITHMS, "bytegrad", "decentralized"))
 def test_training(pair_on_devices, name):
     run(pair_on_devices, trains_alike, training, name)
 

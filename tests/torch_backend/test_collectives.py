@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from tests.distributed.worlds import SAME_TEST
 from tests.torch_backend.programs import compare, needs_torch, run, values
 
 pytestmark = needs_torch
@@ -22,7 +23,7 @@ REDUCED = [
 MOVED = [*REDUCED, torch.bool, torch.int16, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16]
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, pytest.param(4, marks=SAME_TEST)])
 def pool(request, pool2, pool4):
     return pool2 if request.param == 2 else pool4
 

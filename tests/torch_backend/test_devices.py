@@ -21,6 +21,7 @@ import bagua
 import tests.emulated_device as emulated
 from bagua.testing import Pool
 from tests import accelerator
+from tests.distributed.worlds import fast_in, in_turns
 from tests.meeting import wait_until
 from tests.torch_backend.programs import TIMEOUT, needs_torch, values
 
@@ -398,8 +399,7 @@ def other_specs(rank, n, spec, with_device_id):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("with_device_id", [False, True])
-@pytest.mark.parametrize("spec", ["bagua", "{device}:bagua", "cpu:bagua,cuda:bagua"])
+@in_turns("spec, with_device_id", ["bagua", "{device}:bagua", "cpu:bagua,cuda:bagua"], [False, True])
 def test_however_it_is_asked_for(pair_on_devices, spec, with_device_id):
     pair_on_devices.run(other_specs, args=(spec, with_device_id))
 
@@ -502,7 +502,7 @@ def trains_alike(rank, world_size, program):
     assert accelerator.agree(found, expected)
 
 
-@pytest.mark.parametrize("program", [ddp, ddp_with_a_hook, uneven, uneven_by_those_that_are_left])
+@fast_in("program", [ddp_with_a_hook, uneven_by_those_that_are_left], [ddp, uneven])
 def test_ddp_trains_as_on_the_cpu(pair_on_devices, program):
     run(pair_on_devices, trains_alike, program)
 

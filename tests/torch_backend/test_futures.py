@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.autograd.profiler as profiler
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua.cli import rank as as_rank
 from bagua.errors import InternalError
 from bagua.torch_backend import lifecycle
+from tests.distributed.worlds import fast_in
 from tests.torch_backend.programs import compare, needs_torch, run, values
 
 pytestmark = needs_torch
@@ -93,7 +94,7 @@ def collected(rank, world_size, kind):
     return results
 
 
-@pytest.mark.parametrize("kind", ["two groups", "one group", "nested"])
+@fast_in("kind", ["nested", "two groups"], ["one group"])
 def test_callbacks_of_collected_futures(pool2, kind):
     found = compare(pool2, collected, kind)
     for turn in range(8):
@@ -196,29 +197,6 @@ def power_sgd(rank, world_size):
 
 def test_power_sgd(pool2):
     run(pool2, power_sgd)
-
-
-def with_hook(rank, world_size, hook):
-    model = DistributedDataParallel(model_of_buckets(), bucket_cap_mb=0.001)
-    state = dist.group.WORLD
-    if hook is post_localSGD_hook.post_localSGD_hook:
-        state = post_localSGD_hook.PostLocalSGDState(None, dist.new_group(), start_localSGD_iter=1)
-    model.register_comm_hook(state, hook)
-    return [gradients(rank, model, step) for step in range(3)]
-
-
-@pytest.mark.slow("test_a_callback_starts_operations_and_waits_for_them")
-@pytest.mark.parametrize(
-    "hook",
-    [
-        default_hooks.allreduce_hook,
-        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-        post_localSGD_hook.post_localSGD_hook,
-    ],
-    ids=["allreduce", "wrapped", "post_localSGD"],
-)
-def test_torchs_hooks(pool2, hook):
-    compare(pool2, with_hook, hook, rtol=2e-2, atol=2e-2)
 
 
 def failing(rank, world_size):
@@ -396,29 +374,6 @@ def test_after_wait_a_future_has_its_value(pool2):
     run(pool2, waited_for, timeout=20)
 
 
-def waited_for_by_many(rank, world_size):
-    """The thread of the level, the program and another thread complete the same futures."""
-    for turn in range(200):
-        x = torch.full((50,), rank + turn + 1.0)
-        work = dist.all_reduce(x, async_op=True)
-        other = threading.Thread(target=lambda work=work: (work.wait(), work.get_future().value()))
-        if turn % 2:
-            other.start()
-        future = work.get_future()
-        total = future.then(lambda f: f.value()[0].sum().item())
-        if not turn % 2:
-            other.start()
-        work.wait()
-        expected = float(sum(r + turn + 1 for r in range(world_size)))
-        assert future.done() and future.value()[0].tolist() == [expected] * 50
-        other.join()
-        assert total.wait() == 50 * expected
-
-
-def test_several_threads_wait_for_one_work(pool2):
-    run(pool2, waited_for_by_many)
-
-
 def waiting_crosswise(rank, world_size):
     """Callbacks of two groups wait for one another's futures."""
     groups = [dist.new_group(), dist.new_group()]
@@ -436,27 +391,6 @@ def waiting_crosswise(rank, world_size):
 
 def test_callbacks_of_two_groups_wait_for_one_another(pool2):
     run(pool2, waiting_crosswise, timeout=20)
-
-
-def asked_under_a_profiler(rank, world_size):
-    """A future of what has ended, while a callback that itself asks for it holds up the level's thread."""
-    has_begun, go = threading.Event(), threading.Event()
-    with profiler.profile():
-        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
-        first = works[0].get_future().then(lambda _: (has_begun.set(), go.wait(5), works[1].get_future().wait())[2])
-        assert has_begun.wait(20)
-        while not works[1].is_completed():
-            time.sleep(0.001)
-        future = works[1].get_future()
-        assert not go.is_set() and future.wait()[0].tolist() == [world_size] * 3
-        assert not first.done()
-        go.set()
-        first.wait()
-
-
-@pytest.mark.timed
-def test_a_future_under_a_profiler_waits_for_no_callback(pool2):
-    run(pool2, asked_under_a_profiler, timeout=20)
 
 
 def held_up(rank, world_size):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bagua
+from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 from tests.torch_backend.programs import TIMEOUT, needs_torch, run, start, values
 
@@ -281,7 +282,7 @@ def deadline(rank, world_size, set_later):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("set_later", [False, True])
+@fast_in("set_later", [True], [False, True])
 def test_the_timeout_is_torchs(pool2, set_later):
     pool2.run(deadline, args=(set_later,))
 

@@ -105,6 +105,7 @@ def compiled_collectives(rank, world_size, backend):
     return found[1], torch.compile(in_pieces, backend=backend)(x.clone())
 
 
+@pytest.mark.slow("test_functional_collectives")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_compiled_collectives(pool2):
     compare(pool2, compiled_collectives, "aot_eager")

@@ -17,12 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
+from tests.distributed.worlds import SAME_TEST
 from tests.torch_backend.programs import compare, needs_torch, on_both, run, values
 
 pytestmark = needs_torch
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, pytest.param(4, marks=SAME_TEST)])
 def pool(request, pool2, pool4):
     return pool2 if request.param == 2 else pool4
 

@@ -22,7 +22,7 @@ def test_an_older_torch_is_refused(monkeypatch):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("version", ["2.9.0a0+145a3a7bda.nv25.10", "2.9.0", "2.13.0+cpu", "3.0.0.dev20270101"])
+@pytest.mark.parametrize("version", ["2.9.0a0+145a3a7bda.nv25.10", "2.13.0+cpu"])
 def test_a_torch_is_as_old_as_its_release(monkeypatch, version):
     """Containers have one from before its release."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
