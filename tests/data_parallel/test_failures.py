@@ -226,6 +226,29 @@ def test_a_forward_that_bypasses_the_hooks_is_synchronised_all_the_same(pool2):
     pool2.run(_bypassed_forward)
 
 
+def _under_compiled_autograd(rank, world_size):
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    for algorithm in ("gradient_allreduce", "local_sgd"):
+        with process_group():
+            model = torch.nn.Linear(4, 4)
+            bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm=algorithm)
+            loss = model(torch.ones(2, 4)).sum()
+            with (
+                pytest.raises(Exception, match="under torch's compiled autograd .*leave that out"),
+                compiled_autograd._enable(torch.compile(backend="eager")),
+            ):
+                loss.backward()
+            with pytest.raises(BaguaError, match="under torch's compiled autograd"):
+                model(torch.ones(2, 4))
+            meet()
+
+
+@pytest.mark.slow("nothing: torch compiles a backward")
+def test_a_backward_under_compiled_autograd(pool2):
+    pool2.run(_under_compiled_autograd)
+
+
 def _is_freed(rank, world_size, how):
     """Without a collection: the model, a weight and a bucket are in no cycle of bagua's."""
 
