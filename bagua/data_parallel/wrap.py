@@ -132,10 +132,11 @@ def with_bagua(
         optimizer_of = {}
         if chosen.exchanges == "weights":
             optimizer_of = optimizers_of_parameters(model, optimizers, chosen.name)
-        waits = {"broadcast_buffers": broadcast_buffers, "check_replicas": type(check_replicas) is int}
-        for name in (name for name, is_asked_for in waits.items() if is_asked_for and not chosen.is_lockstep):
+        waits = f"check_replicas={check_replicas}" if type(check_replicas) is int else ""
+        waits = "broadcast_buffers=True" if broadcast_buffers else waits
+        if waits and not chosen.is_lockstep:
             raise InvalidArgument(
-                f"{name} makes the ranks wait for one another, which algorithm {chosen.name!r} avoids; leave it out"
+                f"{waits} makes the ranks wait for one another, which algorithm {chosen.name!r} avoids; leave it out"
             )
         if nonfinite not in ("pass", "raise") or (nonfinite == "raise" and chosen.exchanges == "weights"):
             expected = '"pass" or "raise"' if chosen.exchanges == "gradients" else f'"pass" for {chosen.name!r}'

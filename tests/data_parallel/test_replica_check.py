@@ -541,5 +541,5 @@ def test_a_number_compares_options_while_weights_are_exchanged(pool2):
 
 
 def test_a_number_is_refused_where_ranks_do_not_wait_for_one_another(pool2):
-    with pytest.raises(InvalidArgument, match="check_replicas makes the ranks wait .* 'async_averaging' avoids"):
+    with pytest.raises(InvalidArgument, match="check_replicas=2 makes the ranks wait .* 'async_averaging' avoids"):
         pool2.run(_options_of_weights, args=("async_averaging",))
