@@ -1,12 +1,13 @@
 """Builds bagua._C by CMake; everything else stands in pyproject.toml.
 
 The build folder is kept (build/cmake-<python>), so a second build compiles only what changed. Environment:
-BAGUA_CUDA (auto, 0 or 1), BAGUA_BUILD_DIR, BAGUA_CMAKE_ARGS (more arguments for CMake),
+BAGUA_CUDA (auto: with CUDA where nvcc is, unless the torch that is installed has none; 0 or 1), BAGUA_BUILD_DIR, BAGUA_CMAKE_ARGS (more arguments for CMake),
 CMAKE_BUILD_PARALLEL_LEVEL (default: all cores), BAGUA_SKIP_NATIVE=1 (the Python files only: the Makefile
 installs those first and builds the module after, by `setup.py build_ext --inplace`).
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -34,6 +35,15 @@ def build_tools():
         for program, requirement in [("cmake", "cmake>=3.22"), ("ninja", "ninja")]
         if shutil.which(program) is None
     ]
+
+
+def chosen_cuda():
+    """BAGUA_CUDA; 0 for a torch without CUDA. pip builds apart from the packages that are installed, so torch is read."""
+    choice = os.environ.get("BAGUA_CUDA", "auto")
+    version = Path(sysconfig.get_path("platlib"), "torch", "version.py")
+    if choice == "auto" and version.exists() and re.search(r"^cuda\b.*= None$", version.read_text(), re.MULTILINE):
+        return "0"
+    return choice
 
 
 def check_toolchain():
@@ -71,7 +81,7 @@ class CMakeBuild(build_ext):
             "cmake", "-S", str(ROOT), "-B", str(build_dir),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DBAGUA_CUDA={os.environ.get('BAGUA_CUDA', 'auto')}",
+            f"-DBAGUA_CUDA={chosen_cuda()}",
             f"-DBAGUA_CARGO={find_cargo()}",
         ]  # fmt: skip
         if shutil.which("ninja") and not (build_dir / "Makefile").exists():

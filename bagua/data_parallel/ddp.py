@@ -12,7 +12,7 @@ from bagua.algorithms import Algorithm
 from bagua.buckets import DEFAULT_BUCKET_BYTES
 from bagua.data_parallel.handle import BaguaHandle
 from bagua.data_parallel.wrap import Optimizers, with_bagua
-from bagua.distributed.process_group import ProcessGroup
+from bagua.distributed.world import GroupLike
 from bagua.errors import InvalidArgument
 
 
@@ -30,10 +30,11 @@ class DistributedDataParallel(torch.nn.Module):
             is moved there, where it is not.
         output_device: None, or the device that the module is on.
         broadcast_buffers: as in :func:`bagua.with_bagua`.
-        process_group: a bagua group; all ranks by default.
+        process_group: a group of bagua or of torch.distributed; all ranks by default.
         bucket_cap_mb: ``bucket_bytes`` of :func:`bagua.with_bagua` in MiB, 25 by default.
         find_unused_parameters: a backward may leave parameters out.
         gradient_as_bucket_view: either value; gradients are views in any case, which costs no copy.
+        static_graph: either value; nothing depends on it. Parameters that are never used need find_unused_parameters.
         algorithm, optimizers, options: as in :func:`bagua.with_bagua`.
 
     Raises:
@@ -53,7 +54,7 @@ class DistributedDataParallel(torch.nn.Module):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: ProcessGroup | None = None,
+        process_group: GroupLike = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -71,13 +72,6 @@ class DistributedDataParallel(torch.nn.Module):
         _refuse("dim", dim, dim != 0, "inputs are not scattered, each rank brings its own")
         _refuse("init_sync", init_sync, not init_sync, "all ranks start equal to rank 0")
         _refuse("check_reduction", check_reduction, check_reduction, "it is always checked: leave it out")
-        _refuse("static_graph", static_graph, static_graph, "the graph may change from step to step: leave it out")
-        _refuse(
-            "process_group",
-            type(process_group).__name__,
-            process_group is not None and not isinstance(process_group, ProcessGroup),
-            "pass a group made by bagua.new_group",
-        )
         bucket_bytes = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
         self.module = with_bagua(
             module,

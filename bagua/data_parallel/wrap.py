@@ -41,7 +41,7 @@ from bagua.data_parallel.reducer import Reducer
 from bagua.data_parallel.replica_check import ReplicaCheck, check_setting
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup
-from bagua.distributed.world import resolve
+from bagua.distributed.world import GroupLike, resolve
 from bagua.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -53,7 +53,7 @@ def with_bagua(
     optimizers: Optimizers = (),
     *,
     algorithm: str | Algorithm = "gradient_allreduce",
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
@@ -78,7 +78,8 @@ def with_bagua(
             of them and work in their public step hooks; an optimizer that is made anew later is named at the next
             forward: call with_bagua again.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
-        group: the ranks to train with; all by default.
+        group: the ranks to train with, all by default: a group of bagua or of torch.distributed, or a DeviceMesh with
+            one dimension, such as ``mesh["dp_replicate"]``.
         bucket_bytes: gradients, or weights, travel in messages of at most this size, 25 MiB by default (a larger
             tensor is one message). Where gradients are exchanged the first message is smaller, 512 KiB at most, so that
             it leaves early; those after it grow, each up to what went before, and the last ones shrink, each to half of

@@ -18,7 +18,7 @@ import torch
 
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.distributed.tensors import Array
-from bagua.distributed.world import resolve
+from bagua.distributed.world import GroupLike, resolve
 from bagua.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ __all__ = [
 ]
 
 
-def empty(
-    *size: int | Sequence[int], dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
-) -> torch.Tensor:
+def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32, group: GroupLike = None) -> torch.Tensor:
     """A CPU tensor in memory that the group's ranks on this host share: collectives on it are copy-free.
 
     Args:
@@ -87,7 +85,7 @@ def _group_rank(group: ProcessGroup, rank: int, name: str) -> int:
 def all_reduce(
     tensor: Array,
     op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     codec: str | Codec | None = None,
@@ -118,7 +116,7 @@ def neighbor_average(
     topology: str = "ring",
     step: int = 0,
     codec: str | Codec | None = None,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     hierarchical: bool = False,
@@ -153,7 +151,7 @@ def reduce(
     tensor: Array,
     dst: int,
     op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
     """tensor of rank `dst` <- op over ranks of tensor. The other ranks' tensors may be used as scratch."""
@@ -164,7 +162,7 @@ def reduce(
 def broadcast(
     tensor: Array,
     src: int,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     codec: str | Codec | None = None,
@@ -175,7 +173,7 @@ def broadcast(
     return _finish(group.broadcast(tensor, src, codec=codec, blocking=not async_op), async_op)
 
 
-def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def barrier(group: GroupLike = None, async_op: bool = False) -> Work | None:
     """Returns when every rank of the group has called it."""
     return _finish(resolve(group).barrier(blocking=not async_op), async_op)
 
@@ -183,7 +181,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
 def all_gather(
     output: Array,
     input: Array,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     codec: str | Codec | None = None,
@@ -197,7 +195,7 @@ def all_gather(
 
 
 def gather(
-    output: Array | None, input: Array, dst: int, group: ProcessGroup | None = None, async_op: bool = False
+    output: Array | None, input: Array, dst: int, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """output of rank `dst` <- the inputs of all ranks by rank; the other ranks pass output=None.
 
@@ -208,7 +206,7 @@ def gather(
 
 
 def scatter(
-    output: Array, input: Array | None, src: int, group: ProcessGroup | None = None, async_op: bool = False
+    output: Array, input: Array | None, src: int, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """output <- this rank's block of rank `src`'s input; the other ranks pass input=None.
 
@@ -222,7 +220,7 @@ def reduce_scatter(
     output: Array,
     input: Array,
     op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     codec: str | Codec | None = None,
@@ -240,7 +238,7 @@ def all_to_all(
     input: Array,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
-    group: ProcessGroup | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     codec: str | Codec | None = None,
@@ -256,7 +254,7 @@ def all_to_all(
     return _finish(work, async_op)
 
 
-def send(tensor: Array, dst: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def send(tensor: Array, dst: int, group: GroupLike = None, async_op: bool = False) -> Work | None:
     """Send tensor to rank `dst`, which calls recv with a tensor of the same size and type.
 
     Returns when the tensor may be changed: when the connection has taken all of it. Before `dst` calls recv it takes no
@@ -268,13 +266,13 @@ def send(tensor: Array, dst: int, group: ProcessGroup | None = None, async_op: b
     return _finish(group.send(tensor, _group_rank(group, dst, "dst")), async_op)
 
 
-def recv(tensor: Array, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def recv(tensor: Array, src: int, group: GroupLike = None, async_op: bool = False) -> Work | None:
     """tensor <- what rank `src` sends. Messages of one pair of ranks arrive in the order in which they were sent."""
     group = resolve(group)
     return _finish(group.recv(tensor, _group_rank(group, src, "src")), async_op)
 
 
-def broadcast_object(obj: object, src: int = 0, group: ProcessGroup | None = None) -> Any:
+def broadcast_object(obj: object, src: int = 0, group: GroupLike = None) -> Any:
     """The picklable object of rank `src`, on all ranks. Unpickles: use it only among ranks that trust each other.
 
     Raises:
@@ -286,7 +284,7 @@ def broadcast_object(obj: object, src: int = 0, group: ProcessGroup | None = Non
     return group.broadcast_object(obj, _group_rank(group, src, "src"))
 
 
-def all_gather_object(obj: object, group: ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(obj: object, group: GroupLike = None) -> list[Any]:
     """The picklable objects of all ranks, by rank. Unpickles: use it only among ranks that trust each other.
 
     Raises:

@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from typing import TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import config
 from bagua.distributed.bootstrap import REPORT_TIMEOUT, bootstrap, describe_thresholds, format_ranks, report_mistake
@@ -28,6 +30,7 @@ from bagua.net.links import Endpoint
 from bagua.net.torch_transport import TorchTransport
 
 __all__ = [
+    "GroupLike",
     "destroy_process_group",
     "from_torch_group",
     "get_default_group",
@@ -41,6 +44,9 @@ __all__ = [
     "new_group",
     "resolve",
 ]
+
+# The argument ``group`` of public functions; see ``resolve``.
+GroupLike: TypeAlias = ProcessGroup | dist.ProcessGroup | DeviceMesh | None
 
 # How long rank 0 keeps the store open after it has given up, for the others to read why.
 _FAULT_SECONDS = 1.0
@@ -222,16 +228,33 @@ def get_default_group() -> ProcessGroup:
     return _require_world().group
 
 
-def resolve(group: ProcessGroup | None) -> ProcessGroup:
-    """The group itself; the default group for None. Raises InvalidArgument for what is no group of bagua."""
+def resolve(group: GroupLike) -> ProcessGroup:
+    """The group of bagua for what the argument ``group`` of the public functions may be.
+
+    Args:
+        group: a group of bagua; None: the default group; one of torch.distributed, or a DeviceMesh with one dimension:
+            that of the same ranks, as ``from_torch_group`` makes it.
+
+    Raises:
+        InvalidArgument: it is anything else.
+    """
     if group is None:
         return get_default_group()
-    if not isinstance(group, ProcessGroup):
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InvalidArgument(
+                f"group is a DeviceMesh with the dimensions {group.mesh_dim_names or group.ndim}, expected one: pass "
+                "that of the ranks which are meant, such as mesh['dp_replicate']"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(
-            f"group is of type {type(group).__name__}, which is no group of bagua; make one by bagua.new_group(ranks), "
-            "or of torch.distributed's by bagua.from_torch_group(group)"
+            f"group is of type {type(group).__name__}, expected a group of bagua.new_group(ranks) or "
+            "torch.distributed.new_group(ranks), or a DeviceMesh with one dimension"
         )
-    return group
+    return from_torch_group(group)
 
 
 def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float | None = None) -> ProcessGroup:
@@ -295,12 +318,12 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
     return converted
 
 
-def get_rank(group: ProcessGroup | None = None) -> int:
+def get_rank(group: GroupLike = None) -> int:
     """This process's rank in the group; -1 when it is not a member."""
     return resolve(group).rank
 
 
-def get_world_size(group: ProcessGroup | None = None) -> int:
+def get_world_size(group: GroupLike = None) -> int:
     """Number of ranks in the group."""
     return resolve(group).size
 

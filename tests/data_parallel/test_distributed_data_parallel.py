@@ -96,8 +96,6 @@ def _wrapper(rank, world_size):
             "dim": 1,
             "init_sync": False,
             "check_reduction": True,
-            "static_graph": True,
-            "process_group": "gloo",
         }
         for name, value in refused.items():
             with pytest.raises(InvalidArgument, match=f"{name}=.* cannot be honoured"):
@@ -110,7 +108,9 @@ def _wrapper(rank, world_size):
                 bagua.DistributedDataParallel(make_net(), **{name: True})
         with pytest.raises(InvalidArgument, match=r"synchronised already; pass its \.module"):
             bagua.with_bagua(model)
-        for name in ("find_unused_parameters", "gradient_as_bucket_view"):
+        with pytest.raises(InvalidArgument, match="group is of type str"):
+            bagua.DistributedDataParallel(make_net(), process_group="gloo")
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
             bagua.DistributedDataParallel(make_net(), **{name: True})
 
 

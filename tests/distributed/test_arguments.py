@@ -60,7 +60,7 @@ def mistakes(rank, world_size):
     yield "output_splits .* must be 2 non-negative numbers that add up to 4", lambda: bagua.all_to_all(x, x, [1, 2])
     yield "input_splits .* add up to 4", lambda: bagua.all_to_all(x, x, [2, 2], [5, -1])
     yield "output_splits .* must be 2 whole numbers", lambda: bagua.all_to_all(x, x, [2.5, 1.5])
-    yield "group is of type object, .*from_torch_group", lambda: bagua.all_reduce(x, group=object())
+    yield "group is of type object, expected a group of .*DeviceMesh", lambda: bagua.all_reduce(x, group=object())
     yield r"size \(2.5,\) is no shape", lambda: bagua.empty(2.5)
     yield r"size \(-1, -2\) is no shape", lambda: bagua.empty(-1, -2)
     yield "tag -1 is not a number from 0 to", lambda: bagua.get_default_group().send(x, 1 - rank, tag=-1)

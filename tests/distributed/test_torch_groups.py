@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import bagua
 from bagua.testing import spawn
@@ -60,6 +61,29 @@ def check_groups(rank, world_size, path):
 
 def test_groups(tmp_path):
     spawn(check_groups, 3, args=(tmp_path / "store",))
+
+
+def check_meshes(rank, world_size, path):
+    """Each argument ``group`` takes torch's groups and meshes: the sums are those of the mesh's rows."""
+    store = initialise(rank, world_size, path)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    assert total(10**rank, replicas) == 10 ** (rank % 2) + 10 ** (rank % 2 + 2)
+    assert total(10**rank, shards.get_group()) == total(10**rank, shards) == (11 if rank < 2 else 1100)
+    assert bagua.get_world_size(replicas) == 2 and bagua.get_rank(replicas) == rank // 2
+    model = torch.nn.Linear(2, 1, bias=False)
+    bagua.with_bagua(model, group=replicas)
+    model(torch.full((2,), float(rank))).sum().backward()
+    assert model.weight.grad.tolist() == [[rank % 2 + 1.0] * 2]
+    assert model.bagua.group is bagua.from_torch_group(replicas.get_group())
+    with pytest.raises(bagua.InvalidArgument, match=r"dimensions \('dp_replicate', 'dp_shard'\), expected one"):
+        bagua.with_bagua(model, group=mesh)
+    end()
+    del store
+
+
+def test_meshes(tmp_path):
+    spawn(check_meshes, 4, args=(tmp_path / "store",))
 
 
 def check_other_ranks(rank, world_size, path):

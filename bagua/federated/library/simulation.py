@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from bagua import metrics as dashboards
 from bagua.distributed import consensus, world
 from bagua.distributed.devices import seeded
-from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 from bagua.federated.library import sampling
 from bagua.federated.verbs.placement import local_slice
@@ -161,7 +160,7 @@ class Simulation:
         seed: int,
         availability: Availability | None = None,
         num_local: Sequence[int] | None = None,
-        group: ProcessGroup | None = None,
+        group: world.GroupLike = None,
         writer: dashboards.ScalarWriter | None = None,
         name: str = "federated",
         progress: bool | None = None,

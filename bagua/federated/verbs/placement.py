@@ -305,7 +305,7 @@ def shards(group: ProcessGroup, within: tuple[str, ...]) -> Placement:
 def program(
     function: Function,
     *,
-    group: ProcessGroup | None = None,
+    group: world.GroupLike = None,
     num_local: int | Sequence[int] | None = None,
     **sizes: int,
 ) -> Function: ...
@@ -313,14 +313,14 @@ def program(
 def program(
     function: None = None,
     *,
-    group: ProcessGroup | None = None,
+    group: world.GroupLike = None,
     num_local: int | Sequence[int] | None = None,
     **sizes: int,
 ) -> Callable[[Function], Function]: ...
 def program(
     function: Function | None = None,
     *,
-    group: ProcessGroup | None = None,
+    group: world.GroupLike = None,
     num_local: int | Sequence[int] | None = None,
     **sizes: int,
 ) -> Any:
@@ -414,7 +414,7 @@ def _tell(placement: Placement, error: Exception) -> None:
             error.__cause__ = failure
 
 
-def _ranks_of(group: ProcessGroup | None, within: tuple[str, ...]) -> ProcessGroup | None:
+def _ranks_of(group: world.GroupLike, within: tuple[str, ...]) -> ProcessGroup | None:
     if group is None and (within or not world.is_initialized()):
         return None
     group = world.resolve(group)
@@ -448,7 +448,7 @@ def _local_of(size: int, num_local: int | Sequence[int] | None, group: ProcessGr
     return numbers[rank]
 
 
-def local_slice(size: int, *, group: ProcessGroup | None = None, num_local: Sequence[int] | None = None) -> slice:
+def local_slice(size: int, *, group: world.GroupLike = None, num_local: Sequence[int] | None = None) -> slice:
     """Returns which of `size` clients this rank holds in a program with the same arguments.
 
     Args:
