@@ -24,7 +24,7 @@ from bagua.data_parallel.replica_check import ReplicaCheck
 from bagua.data_parallel.states import ParameterStates
 from bagua.distributed.consensus import agree
 from bagua.distributed.job_ranks import reworded
-from bagua.distributed.process_group import ProcessGroup
+from bagua.distributed.process_group import ProcessGroup, ReduceOp
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler import clock_sync
 from bagua.profiler.timeline import Timeline
@@ -49,6 +49,7 @@ class BaguaHandle:
         self.reducer = reducer
         self._model = weakref.ref(model)
         self._hooks = list(hooks)
+        self._num_left, self._unit = 0.0, 1.0  # of ``weight`` in no_sync: what was counted, and the first number
         model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
         _attached.add(self)
 
@@ -87,6 +88,46 @@ class BaguaHandle:
             yield
         finally:
             self.reducer.synchronises = before
+
+    def weight(self, num: float) -> float:
+        """Returns the factor for a loss that is a mean over ``num`` tokens (or samples); collective outside of no_sync.
+
+        The gradient then is that of the mean over the tokens of all ranks and micro-batches, sum(num * gradient) /
+        sum(num), where ranks without it count alike. Call it once for each backward, inside no_sync where the backward
+        is. It costs a message of 8 bytes, and a pass over the gradients that micro-batches have left.
+
+        Args:
+            num: 0 or more. Where it is 0, the loss must be finite all the same, such as a sum.
+
+        Raises:
+            InvalidArgument: ``num`` is no such number, or the algorithm exchanges weights.
+
+        Example:
+            >>> with model.no_sync():
+            ...     (mean_loss(model(x1), y1) * model.bagua.weight(y1.numel())).backward()
+            >>> (mean_loss(model(x2), y2) * model.bagua.weight(y2.numel())).backward()
+        """
+        num = float(num)
+        if not 0 <= num < math.inf:
+            raise InvalidArgument(f"weight() got {num}, expected the number of tokens that the loss is a mean of")
+        if self.algorithm.exchanges != "gradients":
+            raise InvalidArgument(f"weight() is for gradients, but algorithm {self.algorithm.name!r} exchanges weights")
+        left = [parameter.grad for parameter in self.reducer.storage.parameters if parameter.grad is not None]
+        if not left:  # by zero_grad()
+            self._num_left = 0.0
+        if not self.reducer.synchronises:
+            if self._num_left == 0:
+                self._unit = num or 1.0  # the numbers themselves could overflow float16
+            self._num_left += num
+            return num / self._unit
+        total = torch.tensor([self._num_left + num], dtype=torch.float64, device="cpu")
+        self.group.all_reduce(total, ReduceOp.SUM, label="weight", blocking=True).wait()
+        num_ranks = self.group.size if getattr(self.algorithm, "average", True) else 1
+        scale = num_ranks / float(total) if float(total) else 0.0
+        if self._num_left:
+            torch._foreach_mul_(left, scale * self._unit)
+            self._num_left = 0.0
+        return num * scale
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs besides the states of model and optimizers: plain data, no communication.

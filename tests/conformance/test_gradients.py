@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import types
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.errors import BaguaError
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import (
     OF_GRADIENTS,
     assert_equal_on_all_ranks,
@@ -54,6 +56,52 @@ def test_gradient_is_the_mean_over_ranks(pool2, algorithm, backend):
 @fast_in("algorithm", ["gradient_allreduce"], OF_GRADIENTS)
 def test_gradient_is_the_mean_over_four_ranks(pool4, algorithm):
     pool4.run(_mean_of_ranks, args=(algorithm,))
+
+
+def _weighted(rank, world_size, algorithm):
+    """Ranks and micro-batches of different sizes, one of them empty: the mean over all samples."""
+    with process_group():
+        model = wrap(make_net(), algorithm=algorithm, broadcast_buffers=False)
+        plain = make_net()
+        for step, sizes in enumerate([((3, 8), (5, 2)), ((2, 9), (0, 4)), ((7, 7), (7, 7))]):
+            model.zero_grad()
+            for micro in range(2):
+                x, y = batch(rank, 10 * step + micro, sizes[rank % 2][micro] or 2)
+                num = sizes[rank % 2][micro]
+                with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                    ((model(x) - y).square().mean() * model.bagua.weight(num)).backward()
+            total, mean = sum(sum(sizes[r % 2]) for r in range(world_size)), {}
+            for r, micro in itertools.product(range(world_size), range(2)):
+                num = sizes[r % 2][micro]
+                for name, grad in plain_grads(plain, batch(r, 10 * step + micro, num or 2)).items():
+                    mean[name] = mean.get(name, 0) + grad.double() * num / total
+            actual = grads_of(model)
+            assert_near(model, actual, mean)
+            assert_equal_on_all_ranks(actual)
+        for num in (-1, float("nan"), float("inf")):
+            with pytest.raises(InvalidArgument, match="expected the number of tokens"):
+                model.bagua.weight(num)
+
+
+@pytest.mark.parametrize("algorithm", OF_GRADIENTS)
+def test_a_weight_makes_it_the_mean_over_all_tokens(pool2, algorithm):
+    pool2.run(_weighted, args=(algorithm,))
+
+
+def _weighted_sum(rank, world_size):
+    """average=False leaves no factor of the number of ranks; weights that are exchanged have no such mean."""
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(1, 1, bias=False), average=False)
+        (model(torch.full((1,), float(rank))).sum() * model.bagua.weight(1 + 2 * rank)).backward()
+        assert float(model.weight.grad) == 3 / 4
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="local_sgd")
+        with pytest.raises(InvalidArgument, match="'local_sgd' exchanges weights"):
+            model.bagua.weight(1)
+
+
+def test_a_weight_of_sums_and_of_weights(pool2):
+    pool2.run(_weighted_sum)
 
 
 def _accumulate(rank, world_size, algorithm, set_to_none):
