@@ -5,7 +5,7 @@
 #   scripts/wheels.sh                        one for the Python of .venv
 #   scripts/wheels.sh python3.10 python3.13  one for each of these
 #
-# The machine's own architecture: on aarch64 the same script is to make wheels for aarch64, which nobody has tried.
+# The machine's own architecture: on aarch64 the same script is to make wheels for aarch64, which is untested.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 arch=$(uname -m)
