@@ -65,6 +65,12 @@ def _of_channels(
     return _scaled(result, *(x if x is None else x.reshape(shape) for x in (weight, bias))).to(like.dtype)
 
 
+def _normalized(x: torch.Tensor, num_dims: int, eps: float) -> torch.Tensor:
+    """Returns ``x`` with mean 0 and variance 1 over its last dimensions."""
+    variance, mean = torch.var_mean(x, tuple(range(-num_dims, 0)), correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + eps)
+
+
 def _layer_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -75,9 +81,10 @@ def _layer_norm(
 ) -> torch.Tensor:
     if not isinstance(normalized_shape, Sequence) or not _fit(normalized_shape, weight, bias):
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)  # which raises
-    is_fused = _is_fused_right(input, weight, bias)
-    norm = functional.layer_norm if is_fused else lambda *given: references.native_layer_norm(*given)[0]
-    result = norm(widened(input), list(normalized_shape), None, None, eps)
+    if _is_fused_right(input, weight, bias):
+        result = functional.layer_norm(widened(input), list(normalized_shape), None, None, eps)
+    else:
+        result = _normalized(widened(input), len(normalized_shape), eps)
     return _scaled(result, weight, bias).to(input.dtype)
 
 
@@ -115,7 +122,7 @@ def _instance_norm(
     if is_fused:
         result = functional.instance_norm(widened(input), eps=eps)
     else:
-        result = references.native_layer_norm(widened(input), list(input.shape[2:]), None, None, eps)[0]
+        result = _normalized(widened(input), input.dim() - 2, eps)
     return _of_channels(result, weight, bias, input)
 
 

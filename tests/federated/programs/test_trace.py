@@ -250,7 +250,6 @@ def test_recurrent_networks_are_taken_apart(make):
         program(parameters, y)
     expected = grad(in_a_loop)(parameters, y)
     torch.testing.assert_close(federated.trace(grad(program), parameters, y)(parameters, y), expected)
-    torch.testing.assert_close(grad(federated.trace(program, parameters, y))(parameters, y), expected)
 
 
 def test_the_client_function_is_one_unbatched_node():
