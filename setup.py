@@ -1,9 +1,10 @@
 """Builds bagua._C by CMake; everything else stands in pyproject.toml.
 
 The build folder is kept (build/cmake-<python>), so a second build compiles only what changed. Environment:
-BAGUA_CUDA (auto: with CUDA where nvcc is, unless the torch that is installed has none; 0 or 1), BAGUA_BUILD_DIR, BAGUA_CMAKE_ARGS (more arguments for CMake),
-CMAKE_BUILD_PARALLEL_LEVEL (default: all cores), BAGUA_SKIP_NATIVE=1 (the Python files only: the Makefile
-installs those first and builds the module after, by `setup.py build_ext --inplace`).
+BAGUA_CUDA (0, 1, or auto: where nvcc is, unless the torch that is installed has no CUDA), BAGUA_BUILD_DIR,
+BAGUA_CMAKE_ARGS (more arguments for CMake), CMAKE_BUILD_PARALLEL_LEVEL (default: all cores), BAGUA_SKIP_NATIVE=1
+(the Python files only: the Makefile installs those first and builds the module after, by `setup.py build_ext
+--inplace`).
 """
 
 import os

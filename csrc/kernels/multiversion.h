@@ -5,12 +5,13 @@
 //
 // Kernels must give the same bits on every instruction set, so their files are compiled with
 // -ffp-contract=off (an FMA would round once where the baseline rounds twice); test_kernels_clones.cc
-// compares the bodies. Off where ifunc is missing (aarch64, whose baseline is NEON already) or clashes (sanitizers).
+// compares the bodies. Off where ifunc is missing (aarch64, whose baseline is NEON already), clashes
+// (sanitizers) or does not know these names (clang).
 #pragma once
 
 #if defined(BAGUA_MULTIVERSION)
 // A test has pinned one instruction set.
-#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && \
+#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(BAGUA_NO_MULTIVERSION)
 #define BAGUA_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 // Two bodies of one function, written by hand where the vectoriser has no word for an instruction.
