@@ -39,7 +39,7 @@ def build_tools():
 
 
 def chosen_cuda():
-    """BAGUA_CUDA; 0 for a torch without CUDA. pip builds apart from the packages that are installed, so torch is read."""
+    """Returns BAGUA_CUDA; 0 for a torch without CUDA, of which a build in isolation can read the version file only."""
     choice = os.environ.get("BAGUA_CUDA", "auto")
     version = Path(sysconfig.get_path("platlib"), "torch", "version.py")
     if choice == "auto" and version.exists() and re.search(r"^cuda\b.*= None$", version.read_text(), re.MULTILINE):
