@@ -53,7 +53,8 @@ inline constexpr uint32_t kHierarchical = 1u << 31;
 inline constexpr uint32_t kWithFeedback = 1u;
 
 // The bits between, of an all_reduce and an all_gather: a number for what it is about, by which a program's operations
-// of one size differ. 0: it does not say. With kCountsForwards the rest of it is twice the number of a model's forwards, plus 1 in train().
+// of one size differ. 0: it does not say. With kCountsForwards the rest of it is twice the number of a model's
+// forwards, plus 1 in train().
 inline constexpr uint32_t kMaxSubject = (1u << 30) - 1;
 inline constexpr uint32_t kCountsForwards = 1u << 29;
 inline constexpr int kSubjectShift = 1;
