@@ -104,8 +104,8 @@ class BaguaHandle:
 
         Example:
             >>> with model.no_sync():
-            ...     (mean_loss(model(x1), y1) * model.bagua.weight(y1.numel())).backward()
-            >>> (mean_loss(model(x2), y2) * model.bagua.weight(y2.numel())).backward()
+            ...     (loss(model(x1), y1) * model.bagua.weight(y1.numel())).backward()
+            >>> (loss(model(x2), y2) * model.bagua.weight(y2.numel())).backward()
         """
         num = float(num)
         if not 0 <= num < math.inf:
