@@ -1,6 +1,6 @@
 """The list of the public names of `bagua`, which bagua/__init__.py exports."""
 
-from . import algorithms, amp, codecs, metrics, optim, torch_backend
+from . import algorithms, amp, codecs, ddp, fsdp, metrics, optim, torch_backend
 from ._C import __version__
 from .data_parallel import DistributedDataParallel, with_bagua
 from .distributed.collectives import (
@@ -70,9 +70,11 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "codecs",
+    "ddp",
     "destroy_process_group",
     "empty",
     "from_torch_group",
+    "fsdp",
     "gather",
     "get_default_group",
     "get_local_rank",

@@ -55,16 +55,7 @@ class CompressedGradients(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._codec = codec = codecs.get(self.codec_spec())  # raises for an unknown one
-        if codec.needs_error_feedback and not self.error_feedback:
-            raise InvalidArgument(
-                f"codec {codec.name!r} loses as much as it sends and is of use with error feedback only; pass "
-                "error_feedback=True to an algorithm that has it, or another codec"
-            )
-        if codec.is_expansive and self.error_feedback:
-            raise InvalidArgument(
-                f"codec {codec.spec!r} with error_feedback=True diverges: it is off by more than it says, so residuals "
-                "grow; take more bits, or no error feedback"
-            )
+        codec.check_error_feedback(self.error_feedback)
         if self.state_dtype not in STATE_DTYPES:
             raise InvalidArgument(
                 f"state_dtype is {self.state_dtype!r}, expected {' or '.join(map(repr, STATE_DTYPES))}"

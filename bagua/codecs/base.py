@@ -83,6 +83,19 @@ class Codec:
         """Returns True if the error can exceed the input, so that residuals would grow without bound."""
         return False
 
+    def check_error_feedback(self, is_on: bool) -> None:
+        """Raises InvalidArgument if gradients cannot be sent in this codec with error feedback, or without it."""
+        if self.needs_error_feedback and not is_on:
+            raise InvalidArgument(
+                f"codec {self.name!r} loses as much as it sends and is of use with error feedback only; pass "
+                "error_feedback=True to an algorithm that has it, or another codec"
+            )
+        if self.is_expansive and is_on:
+            raise InvalidArgument(
+                f"codec {self.spec!r} with error_feedback=True diverges: it is off by more than it says, so residuals "
+                "grow; take more bits, or no error feedback"
+            )
+
     @property
     def block_numel(self) -> int:
         """The number of elements per block; only the last block of a message may be shorter."""

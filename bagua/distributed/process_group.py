@@ -394,6 +394,8 @@ class ProcessGroup:
         *,
         codec: str | None = None,
         blocking: bool = False,
+        feedback: Residuals | None = None,  # of a worker alone: of all of input
+        checks_result: bool = False,  # for Work.is_result_finite, on the CPU
     ) -> Work:
         """output <- op over ranks of the rank-th block of their input; input is `size` blocks of output's size."""
         self.check()
@@ -409,7 +411,9 @@ class ProcessGroup:
             kind,
             int(op),
             codec,
-            self._submission(into, blocking, source),
+            self._submission(into, blocking, source, feedback),
+            None if feedback is None else feedback.addresses(source),
+            checks_result,
         )
         return self._work(work, "reduce_scatter", finish=copy_back, on=into)
 

@@ -19,7 +19,17 @@ from bagua.distributed.devices import check_supported, common_device, keep_for_c
 from bagua.distributed.memory_overlap import shares_with_itself
 from bagua.errors import InvalidArgument
 
-__all__ = ["Array", "Prepared", "Residuals", "address_of", "check_pair", "prepare", "segments_of", "split_numels"]
+__all__ = [
+    "Array",
+    "Prepared",
+    "Residuals",
+    "address_of",
+    "check_pair",
+    "local_tensor",
+    "prepare",
+    "segments_of",
+    "split_numels",
+]
 
 # Also what hands over its memory by DLPack or the CUDA array interface, such as CuPy's arrays.
 Array = torch.Tensor | np.ndarray
@@ -240,6 +250,11 @@ class Residuals:
             raise InvalidArgument("residuals are not contiguous, or not of one dtype")
         addresses = (address_of(tensor, "a residual") for tensor in tensors)
         return (*addresses, dtype_code(self.worker_in.dtype))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without its history, and of a DTensor the part that this rank holds; it shares memory."""
+    return getattr(tensor.detach(), "_local_tensor", tensor.detach())
 
 
 def address_of(tensor: torch.Tensor, what: str) -> int:

@@ -18,6 +18,7 @@ from multiprocessing.util import Finalize
 from typing import TypeAlias
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import config
@@ -39,6 +40,7 @@ __all__ = [
     "get_node_rank",
     "get_rank",
     "get_world_size",
+    "init_beside_torch",
     "init_process_group",
     "is_initialized",
     "new_group",
@@ -157,6 +159,24 @@ def init_process_group(
             time.sleep(_FAULT_SECONDS)
         raise
     _world = _World(endpoint, group, launch, store)
+
+
+def init_beside_torch() -> None:
+    """Initialises bagua with the ranks of torch.distributed, through its store, if it is not initialised; collective.
+
+    Raises:
+        InvalidArgument: torch.distributed is not initialised either.
+        BaguaError: an error of ``init_process_group``.
+    """
+    if _world is not None:
+        return
+    if not dist.is_initialized():
+        raise InvalidArgument(
+            "neither torch.distributed nor bagua is initialised; call torch.distributed.init_process_group() first"
+        )
+    # A launcher that restarts the ranks may keep the store.
+    store = dist.PrefixStore(f"bagua/beside{config.restart_count()}", distributed_c10d._get_default_store())
+    init_process_group(store=store, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def _settings(backend: str, auth_token: str | None) -> config.Settings:

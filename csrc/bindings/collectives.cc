@@ -180,24 +180,31 @@ void bind_reductions(py::class_<Group>& group) {
                    return 0;
                  });
   });
-  group.def("reduce_scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t numel, int dtype_code, int op_code,
-                                 const CodecChoice& codec, const Submission& submission) {
-    const DType dtype = dtype_from(dtype_code);
-    const auto op = static_cast<ReduceOp>(op_code);
-    collectives::require_own_block_or_apart(
-        "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.communicator().size()), dtype),
-        argument("output", output, numel, dtype), g.communicator().rank());
-    Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
-    const Codec* used = use_codec(operation, codec);
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), submission, [=](Context& context) -> uint64_t {
-      if (used != nullptr) {
-        return collectives::compressed_reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op,
-                                                      *used);
-      }
-      collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
-      return 0;
-    });
-  });
+  group.def(
+      "reduce_scatter",
+      [](Group& g, uintptr_t input, uintptr_t output, size_t numel, int dtype_code, int op_code,
+         const CodecChoice& codec, const Submission& submission, const FeedbackChoice& feedback, bool checks_result) {
+        const DType dtype = dtype_from(dtype_code);
+        const auto op = static_cast<ReduceOp>(op_code);
+        collectives::require_own_block_or_apart(
+            "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.communicator().size()), dtype),
+            argument("output", output, numel, dtype), g.communicator().rank());
+        Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
+        const Codec* used = use_codec(operation, codec);
+        const auto residuals = use_feedback(operation, feedback);
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), submission, [=](Context& context) -> uint64_t {
+          if (used == nullptr) {
+            collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
+            return 0;
+          }
+          const size_t num_blocks = collectives::compressed_reduce_scatter(context, pointer(input), pointer(output),
+                                                                           numel, dtype, op, *used, residuals);
+          if (checks_result) look_at_result(context, pointer(output), numel, dtype, nullptr);
+          return num_blocks;
+        });
+      },
+      py::arg("input"), py::arg("output"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"),
+      py::arg("submission"), py::arg("feedback") = py::none(), py::arg("checks_result") = false);
   group.def(
       "neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
                              const CodecChoice& codec, const Submission& submission, const SegmentsChoice& segments) {

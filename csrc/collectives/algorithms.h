@@ -8,6 +8,7 @@
 #include "csrc/collectives/collectives.h"
 #include "csrc/collectives/selector.h"
 #include "csrc/collectives/shared_buffers.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua::collectives {
 
@@ -37,7 +38,15 @@ void require_average(DType dtype, const Codec* codec);
 void require_splits(const GroupView& group, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits);
 
-// The same, among some of the ranks.
+// A residual from its element `begin` on; off where it is off.
+kernels::Residual residual_from(const kernels::Residual& residual, size_t begin);
+// Encodes one tile of values with their residual, and keeps what the codes do not say. Returns the number of blocks that
+// held a NaN or Inf. The CPU computes in `totals` and `decoded`, a tile of f32 each; `decoded` may be `values`, whose
+// content is then lost.
+size_t encode_with_residual(const Codec& codec, const void* values, DType dtype, const kernels::Residual& residual,
+                            size_t numel, uint8_t* bytes, CounterRng rng, float* totals, float* decoded, Stream stream);
+
+// The context among some of the ranks.
 Context among(Context& context, const std::vector<int>& members);
 
 // Makes the selector's question; `bytes` is what it counts. Looks at shared memory only where the choice depends on it.

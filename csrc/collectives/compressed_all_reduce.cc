@@ -20,7 +20,6 @@
 #include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/reduce.h"
-#include "csrc/kernels/subtract.h"
 
 namespace bagua::collectives {
 namespace {
@@ -90,15 +89,11 @@ class CompressedAllReduce {
                             uint8_t* bytes, CounterRng rng);
   // From element `begin` of the tensor, and of the stripe that this rank owns; off without feedback.
   kernels::Residual worker_residual(size_t begin) const {
-    return residual_from(feedback_.worker_in, feedback_.worker_out, begin);
+    return residual_from({feedback_.worker_in, feedback_.worker_out, feedback_.dtype}, begin);
   }
   kernels::Residual owner_residual(size_t begin) const {
-    return residual_from(feedback_.owner_in, feedback_.owner_out, begin);
-  }
-  kernels::Residual residual_from(const void* in, void* out, size_t begin) const {
     if (!feedback_.is_on()) return {};
-    const size_t item = item_bytes(feedback_.dtype);
-    return {at(in, begin, item), at(out, begin, item), feedback_.dtype};
+    return residual_from({feedback_.owner_in, feedback_.owner_out, feedback_.dtype}, begin);
   }
   void wait(size_t k, Transfer sends, Transfer receives, size_t bytes);
 
@@ -145,20 +140,11 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   });
 }
 
-// Encodes the values and their residual, and keeps what the codes do not say. `values` may be sums_, whose content is
-// lost.
+// `values` may be sums_, whose content is lost.
 void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const kernels::Residual& residual,
                                                size_t numel, uint8_t* bytes, CounterRng rng) {
-  if (!context_.stream.is_cpu()) {
-    num_nonfinite_blocks_ += codec_.encode_with_residual(values, dtype, residual, numel, bytes, rng, context_.stream);
-    return;
-  }
-  kernels::cast(residual.dtype, residual.in, DType::kF32, totals_, numel, context_.stream);
-  kernels::cast_add(dtype, values, totals_, numel, context_.stream);
-  num_nonfinite_blocks_ += codec_.encode(totals_, DType::kF32, numel, bytes, rng, context_.stream);
-  codec_.decode(bytes, DType::kF32, numel, sums_, context_.stream);
-  kernels::subtract(totals_, sums_, numel, context_.stream);
-  kernels::cast(DType::kF32, totals_, residual.dtype, residual.out, numel, context_.stream);
+  num_nonfinite_blocks_ +=
+      encode_with_residual(codec_, values, dtype, residual, numel, bytes, rng, totals_, sums_, context_.stream);
 }
 
 // `bytes` is what arrives, for the timeline.

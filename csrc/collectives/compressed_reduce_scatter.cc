@@ -12,7 +12,7 @@
 namespace bagua::collectives {
 
 size_t compressed_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype,
-                                 ReduceOp op, const Codec& codec) {
+                                 ReduceOp op, const Codec& codec, const Feedback& feedback) {
   require_compressible("reduce_scatter", codec, dtype, op);
   const int size = context.group.size();
   if (numel == 0) return 0;
@@ -21,6 +21,8 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
     return 0;
   }
   ExchangeOptions options{input, dtype, &codec, {}, {}};
+  if (feedback.is_on()) options.residual = {feedback.worker_in, feedback.worker_out, feedback.dtype};
+  const DType sent_dtype = feedback.is_on() ? DType::kF32 : dtype;
   for (int r = 0; r < size; ++r) {
     options.targets.push_back({r, {static_cast<size_t>(r) * numel, numel}});
     options.sources.push_back({r, {0, numel}});
@@ -31,10 +33,10 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
   return exchange.run([&](size_t, const auto& arrivals) {
     const Range range = arrivals[0].range;
     const EventSpan span(context.events, EventKind::kDecode,
-                         static_cast<size_t>(size) * codec.wire_bytes(range.numel, dtype));
+                         static_cast<size_t>(size) * codec.wire_bytes(range.numel, sent_dtype));
     device::fill_zero(sums, range.numel * sizeof(float), context.stream);
     for (const auto& arrival : arrivals) {
-      codec.decode_add(arrival.bytes, dtype, range.numel, sums, context.stream);
+      codec.decode_add(arrival.bytes, sent_dtype, range.numel, sums, context.stream);
     }
     if (op == ReduceOp::kAvg) kernels::scale(DType::kF32, sums, 1.0 / size, range.numel, context.stream);
     kernels::cast(DType::kF32, sums, dtype, at(output, range.begin, item_bytes(dtype)), range.numel, context.stream);

@@ -33,7 +33,7 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
 size_t PairwiseExchange::wire_bytes(size_t numel) const {
   if (numel == 0) return 0;
   const Codec* codec = options_.codec;
-  return codec != nullptr ? codec->wire_bytes(numel, options_.dtype) : numel * item_bytes(options_.dtype);
+  return codec != nullptr ? codec->wire_bytes(numel, sent_dtype()) : numel * item_bytes(options_.dtype);
 }
 
 uint8_t* PairwiseExchange::sent(size_t k, size_t target) const {
@@ -82,7 +82,19 @@ void PairwiseExchange::encode(Range range, Range chunk, uint8_t* bytes) {
   const EventSpan span(context_.events, EventKind::kEncode, chunk.numel * item);
   const void* values = options_.prepare ? options_.prepare(chunk) : at(options_.input, chunk.begin, item);
   const CounterRng rng{derive_key(context_.rng_key, range.begin), chunk.begin - range.begin};
-  num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, rng, context_.stream);
+  if (!options_.residual.is_on()) {
+    num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, rng, context_.stream);
+    return;
+  }
+  const size_t granule = options_.codec->block_numel();
+  const size_t tile_numel = max_tile_numel(chunk_numel_, granule, context_.stream);
+  auto* totals = reinterpret_cast<float*>(context_.workspace.get(kTotals, 2 * tile_numel * sizeof(float)));
+  for_each_tile(chunk.numel, granule, context_.stream, [&](size_t begin, size_t numel) {
+    num_nonfinite_blocks_ += encode_with_residual(
+        *options_.codec, at(values, begin, item), options_.dtype,
+        residual_from(options_.residual, chunk.begin + begin), numel, bytes + wire_bytes(begin),
+        {rng.key, rng.first + begin}, totals, totals + tile_numel, context_.stream);
+  });
 }
 
 void PairwiseExchange::wait(size_t k) {
