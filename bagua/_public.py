@@ -2,7 +2,7 @@
 
 from . import algorithms, amp, codecs, ddp, fsdp, metrics, optim, torch_backend
 from ._C import __version__
-from .data_parallel import DistributedDataParallel, with_bagua
+from .data_parallel import DistributedDataParallel, compile_backend, with_bagua
 from .distributed.collectives import (
     all_gather,
     all_gather_object,
@@ -70,6 +70,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "codecs",
+    "compile_backend",
     "ddp",
     "destroy_process_group",
     "empty",
