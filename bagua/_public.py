@@ -2,7 +2,7 @@
 
 from . import algorithms, amp, codecs, ddp, fsdp, metrics, optim, torch_backend
 from ._C import __version__
-from .data_parallel import DistributedDataParallel, compile_backend, with_bagua
+from .data_parallel import DistributedDataParallel, compile_backend, load, save, with_bagua
 from .distributed.collectives import (
     all_gather,
     all_gather_object,
@@ -85,6 +85,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "load",
     "metrics",
     "neighbor_average",
     "new_group",
@@ -93,6 +94,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "save",
     "scatter",
     "send",
     "torch_backend",

@@ -234,6 +234,11 @@ class AsyncAveraging(Algorithm):
                 self._begin_round()
             self._correct(self._buckets)
 
+    @property
+    def is_paused(self) -> bool:
+        """Returns True between ``pause`` and ``resume``."""
+        return self._is_paused
+
     def pause(self) -> None:
         """Stops averaging; collective, idempotent."""
         if not self._is_paused:

@@ -213,6 +213,13 @@ class Algorithm:
         if state:
             raise InvalidArgument(f"algorithm {self.name!r} keeps no state, but was given {sorted(state)}")
 
+    def state_of_all(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns what ``load_state_dict`` gets on another number of ranks, from the states of all ranks, by rank.
+
+        Ranks that exchange weights begin from the mean of all weights then. By default that of the first rank.
+        """
+        return states[0]
+
     def options(self) -> dict[str, Any]:
         """Returns the options it runs with, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

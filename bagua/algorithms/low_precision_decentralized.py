@@ -83,7 +83,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         super().attach(training)
         self._replicas: dict[int, tuple[torch.Tensor, ...]] = {}  # by bucket: own, left, right
         self._scratch: list[torch.Tensor] = []  # of two buckets, on their way out and in
-        self._loading: dict[int, list[torch.Tensor]] | None = None
+        self._loading: dict[str, Any] | None = None
         # On a device: the buckets of an exchange with their flags, True where weights are finite, and the flags' copy.
         self._flags: list[tuple[Bucket, torch.Tensor]] = []
         self._looks: list[tuple[list[Bucket], HostCopy]] = []
@@ -102,8 +102,10 @@ class LowPrecisionDecentralized(ExchangedWeights):
                 others = [torch.empty_like(own) for _ in range(num_neighbors)]
                 self._replicas[bucket.index] = (own, others[0], others[-1])
         loading, self._loading = self._loading, None
-        if loading is not None:
-            self._load(loading)
+        if loading is not None and loading["replicas"] is None:
+            self.begin(buckets)
+        elif loading is not None:
+            self._load(loading["replicas"])
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -173,9 +175,13 @@ class LowPrecisionDecentralized(ExchangedWeights):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        check_writer(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
-        self._loading = state["replicas"]  # for the layout that follows
+        if state["replicas"] is not None:
+            check_writer(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
+        self._loading = state  # for the layout that follows
         self._looks = []  # at weights that are given up
+
+    def state_of_all(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {**states[0], "replicas": None}  # all ranks know one another: they have the same weights
 
     def _load(self, loading: dict[int, list[torch.Tensor]]) -> None:
         described = [

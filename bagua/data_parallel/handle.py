@@ -59,6 +59,18 @@ class BaguaHandle:
         return self.reducer.algorithm
 
     @property
+    def module(self) -> torch.nn.Module:
+        """The module that was wrapped.
+
+        Raises:
+            InvalidArgument: it was deleted.
+        """
+        model = self._model()
+        if model is None:
+            raise InvalidArgument("the wrapped model was deleted")
+        return model
+
+    @property
     def group(self) -> ProcessGroup:
         """The ranks that train together."""
         return self.reducer.group
@@ -159,7 +171,7 @@ class BaguaHandle:
         remedy = "load the checkpoint of one step on all ranks; where an algorithm remembers something, each its own"
 
         def prepare() -> tuple[None, dict[str, Any]]:
-            _check_state(state, self)
+            check_state(state, self)
             index_of = {name: index for index, name in enumerate(self.reducer.storage.names)}
             layout, order = (
                 None if names is None else [index_of[name] for name in names]
@@ -361,7 +373,8 @@ def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
     }
 
 
-def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
+def check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
+    """Raises InvalidArgument unless ``state`` is one of the handle's algorithm and parameters."""
     if not isinstance(state, Mapping) or set(state) != _STATE_KEYS or state["version"] != _STATE_VERSION:
         raise InvalidArgument(f"this is no state of version {_STATE_VERSION} from model.bagua.state_dict()")
     if state["algorithm"] != handle.algorithm.name:

@@ -214,7 +214,7 @@ def _killed(rank, world_size, folder, variants):
     for variant in variants:
         model, optimizer = start(variant)
         train(model, optimizer, rank, range(3))
-        torch.save(states_of(model, optimizer), folder / f"{described(variant)}-{rank}")
+        bagua.save(folder / described(variant), model, optimizer, steps=3)
         model.bagua.remove()
     meet()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -224,8 +224,8 @@ def _continued(rank, world_size, folder, variants):
     with process_group():
         for variant in variants:
             model, optimizer = start(variant, seed=5)
-            load_states(model, optimizer, torch.load(folder / f"{described(variant)}-{rank}", weights_only=True))
-            train(model, optimizer, rank, range(3, 6))
+            steps = bagua.load(folder / described(variant), model, optimizer)["steps"]
+            train(model, optimizer, rank, range(steps, 6))
             whole = torch.load(folder / f"{described(variant)}-{rank}-whole", weights_only=True)
             assert_same(states_of(model, optimizer), whole, described(variant))
             model.bagua.remove()

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "buckets": CORE | GROUP | {"codecs"},
     "algorithms": (BUCKETS - {"_C"}) | {"optim"},
     "profiler": CONFIG | GROUP | {"files"},
-    "data_parallel": STEPPING,
+    "data_parallel": STEPPING | {"files"},
     "ddp": ERRORS
     | {f"distributed.{name}" for name in ("coded_reductions", "process_group", "world")}
     | {"torch_backend.callback_levels", "torch_backend.futures"},
@@ -125,11 +125,12 @@ ORDER = {
         "buffers": GROUP,
         "initial_sync": BUCKETS,
         "replica_check": CORE | {"distributed.devices", "distributed.process_group"},
-        "compiling": BUCKETS,
         "reducer": STEPPING,
         "handle": STEPPING,
         "wrap": STEPPING,
         "ddp": STEPPING,
+        "compiling": BUCKETS,
+        "checkpoint": STEPPING | {"files"},
         "__init__": set(),
     },
     "cli": {

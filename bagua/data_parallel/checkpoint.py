@@ -1,0 +1,334 @@
+"""save and load: a wrapped model, its optimizers and what its algorithm remembers, in one folder; both collective.
+
+Beside the data path. Invariant: a folder holds a whole checkpoint at every moment. Files carry the number of their save;
+``checkpoint.json``, which names it, is replaced when all ranks have written theirs, and older files are deleted then.
+
+Where gradients are exchanged, model and optimizers are equal, and rank 0 writes them; otherwise every rank its own. What
+an algorithm remembers is in a file per rank. On another number of ranks weights and moments are the mean of all files',
+and residuals are shared out so that what is still to be sent stays the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm
+from bagua.data_parallel.checks import is_sharded, optimizers_in
+from bagua.data_parallel.errors import fatal
+from bagua.data_parallel.handle import BaguaHandle, check_state, handle_of
+from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
+from bagua.data_parallel.wrap import Optimizers
+from bagua.distributed.checkpoints import writer_of
+from bagua.distributed.consensus import agree
+from bagua.distributed.process_group import ProcessGroup
+from bagua.errors import InvalidArgument
+from bagua.files import replace_file
+
+__all__ = ["load", "save"]
+
+_INDEX = "checkpoint.json"
+_REMEDY = "pass the same optimizers and names on all ranks"
+
+
+def save(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), **others: Any) -> None:
+    """Writes a checkpoint of a wrapped model into the folder ``path``, in place of an earlier one; collective.
+
+    A process that is killed meanwhile leaves the earlier checkpoint whole. Hosts may share the disk or have their own.
+
+    Args:
+        path: a folder, made where it is missing.
+        model: one that ``with_bagua`` has wrapped.
+        optimizers: those that step it, in the order in which ``load`` gets them.
+        others: what else each rank needs: objects with a ``state_dict``, such as a scheduler or a GradScaler, and plain
+            data and tensors, such as ``step=100``.
+
+    Raises:
+        InvalidArgument: on all ranks: the model is not wrapped, an optimizer is spread over the ranks, a file cannot be
+            written, or one of ``others`` is no plain data. The earlier checkpoint stays.
+
+    Example:
+        >>> bagua.save("checkpoint", model, optimizer, step=100)  # doctest: +SKIP
+    """
+    handle, _ = _wrapped(model)
+    group, folder = handle.group, Path(path)
+
+    def describe() -> tuple[tuple[int, dict[str, Any]], dict[str, Any]]:
+        chosen = _checked(optimizers)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in others.items()}
+        try:
+            _loaded(io.BytesIO(_bytes_of(state)))
+        except Exception as error:
+            raise InvalidArgument(f"one of {sorted(others)} is not of plain data and tensors: {error}") from None
+        return (_number_in(folder), state), {"optimizers": len(chosen), "names": sorted(others)}
+
+    earlier, state = agree(group, describe, _REMEDY)
+    number = max(group.all_gather_plain(earlier)) + 1
+    with _paused(handle):
+        _write(folder, handle, optimizers_in(optimizers), state, number)
+
+
+def _write(
+    folder: Path,
+    handle: BaguaHandle,
+    optimizers: Sequence[torch.optim.Optimizer],
+    others: Mapping[str, Any],
+    number: int,
+) -> None:
+    group, are_equal = handle.group, handle.algorithm.exchanges == "gradients"
+
+    def write() -> tuple[None, dict[str, Any]]:
+        training = {
+            "model": handle.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        }
+        own = {"bagua": handle.state_dict(), "others": others, **({} if are_equal else training)}
+        replace_file(_file(folder, f"rank{group.rank}", number), _bytes_of(own))
+        if are_equal and group.rank == 0:
+            replace_file(_file(folder, "model", number), _bytes_of(training))
+        return None, {}
+
+    agree(group, write, _REMEDY)
+    leads_node = group.rank in group.nodes.leaders
+
+    def name_it() -> tuple[None, dict[str, Any]]:
+        if leads_node:
+            index = {"number": number, "num_ranks": group.size, "algorithm": handle.algorithm.name}
+            replace_file(folder / _INDEX, json.dumps(index).encode())
+        return None, {}
+
+    agree(group, name_it, _REMEDY)
+    if leads_node:
+        for file in folder.glob("*.pt"):
+            if not file.name.endswith(f".{number}.pt"):
+                with contextlib.suppress(OSError):  # another host has deleted it, or its disk is read-only by now
+                    file.unlink()
+
+
+def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), **others: Any) -> dict[str, Any]:
+    """Restores what ``save`` wrote into a wrapped model and its optimizers; collective.
+
+    On the same number of ranks training continues bit for bit. On another number, every host needs the files of all
+    ranks. Gradient algorithms continue with the same model and optimizers; their residuals are shared out among the
+    ranks. Where weights are exchanged, all ranks begin from the mean of the weights and of the optimizers' states, and
+    what ranks know of their neighbours begins anew.
+
+    Args:
+        path: the folder.
+        model: wrapped by ``with_bagua`` with the algorithm and the options of the checkpoint.
+        optimizers: those that step it, in the order of ``save``.
+        others: objects with a ``load_state_dict``, under the names that ``save`` got; on another number of ranks they
+            get what rank 0 saved.
+
+    Returns:
+        The plain data that ``save`` got, by name.
+
+    Raises:
+        InvalidArgument: on all ranks: a file is missing, or of another model, algorithm or number of optimizers.
+
+    Example:
+        >>> step = bagua.load("checkpoint", model, optimizer)["step"]  # doctest: +SKIP
+    """
+    handle, inner = _wrapped(model)
+    group, folder = handle.group, Path(path)
+    are_equal = handle.algorithm.exchanges == "gradients"
+
+    def read() -> tuple[tuple[dict[str, Any], dict[str, Any] | None], dict[str, Any]]:
+        chosen, index = _checked(optimizers), _index_in(folder)
+        number, num_ranks = index["number"], index["num_ranks"]
+        if index["algorithm"] != handle.algorithm.name:
+            raise InvalidArgument(
+                f"{folder} is of algorithm {index['algorithm']!r}, the model runs {handle.algorithm.name!r}; wrap it "
+                "with that of the checkpoint, load, and then change it with with_bagua"
+            )
+        if num_ranks == group.size:
+            own = _read(folder, f"rank{group.rank}", number)
+        else:
+            states = [_read(folder, f"rank{rank}", number) for rank in range(num_ranks)]
+            own = _merged(states, group, handle.algorithm)
+        training = None if are_equal else own
+        if are_equal and group.rank == 0:
+            training = _read(folder, "model", number)
+        check_state(own["bagua"], handle)
+        if training is not None:
+            _check_model(inner, training["model"])
+            if len(training["optimizers"]) != len(chosen):
+                raise InvalidArgument(f"{folder} holds {len(training['optimizers'])} optimizers, load got {len(chosen)}")
+        if missing := sorted(others.keys() - own["others"].keys()):
+            raise InvalidArgument(f"{folder} holds {sorted(own['others'])}, but load got {missing}")
+        return (own, training), {"the checkpoint": index, "names": sorted(others)}
+
+    own, training = agree(group, read, "give all ranks the files of one save")
+    chosen = optimizers_in(optimizers)
+    with _paused(handle), fatal(group, "bagua.load"):
+        if training is not None:
+            inner.load_state_dict(training["model"])
+            for optimizer, state in zip(chosen, training["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+        if are_equal:
+            states = OptimizerStates(chosen, group)
+            states.receive()
+            broadcast_model(inner, group)
+            states.take_over()
+        handle.load_state_dict(own["bagua"])
+    for name, one in others.items():
+        one.load_state_dict(own["others"][name])
+    return {name: value for name, value in own["others"].items() if name not in others}
+
+
+def _wrapped(model: torch.nn.Module) -> tuple[BaguaHandle, torch.nn.Module]:
+    handle = handle_of(model)
+    if handle is None:
+        raise InvalidArgument("the model is not wrapped; call bagua.with_bagua(model, optimizers, algorithm=...) first")
+    handle.group.check()
+    return handle, handle.module
+
+
+@contextlib.contextmanager
+def _paused(handle: BaguaHandle) -> Iterator[None]:
+    """Stops what the algorithm does in the background, unless the program has."""
+    stops = hasattr(handle.algorithm, "pause") and not handle.algorithm.is_paused
+    if stops:
+        handle.pause()
+    yield
+    if stops:
+        handle.resume()
+
+
+def _checked(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    chosen = optimizers_in(optimizers)
+    if any(is_sharded(optimizer) for optimizer in chosen):
+        raise InvalidArgument(
+            "the states of a ZeroRedundancyOptimizer are spread over the ranks; save them by consolidate_state_dict"
+        )
+    return chosen
+
+
+# --- files
+
+
+def _file(folder: Path, stem: str, number: int) -> Path:
+    return folder / f"{stem}.{number}.pt"
+
+
+def _index_in(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / _INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{folder} holds no checkpoint of bagua.save: {error}") from None
+
+
+def _number_in(folder: Path) -> int:
+    return _index_in(folder)["number"] if (folder / _INDEX).exists() else 0
+
+
+def _bytes_of(state: Mapping[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _loaded(file: Any) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _read(folder: Path, stem: str, number: int) -> dict[str, Any]:
+    path = _file(folder, stem, number)
+    if not path.exists():
+        raise InvalidArgument(
+            f"{path} is missing: every rank reads its own file, on another number of ranks those of all; copy it there"
+        )
+    return _loaded(path)
+
+
+def _check_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    shapes = [
+        {name: tuple(value.shape) for name, value in one.items() if isinstance(value, torch.Tensor)}
+        for one in (state, model.state_dict())
+    ]
+    if different := [name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)]:
+        name = different[0]
+        raise InvalidArgument(
+            f"the model of the checkpoint has {shapes[0].get(name, 'nothing')} as {name!r}, this one "
+            f"{shapes[1].get(name, 'nothing')} (shapes)"
+        )
+
+
+# --- another number of ranks
+
+
+def _merged(states: Sequence[dict[str, Any]], group: ProcessGroup, algorithm: Algorithm) -> dict[str, Any]:
+    """Returns the file of this rank that stands for those of all ranks of a checkpoint."""
+    first = states[0]
+    handles = [state["bagua"] for state in states]
+    merged = {key: first[key] for key in first if key in ("others",)}
+    for key in ("model", "optimizers"):
+        if key in first:
+            merged[key] = _mean([state[key] for state in states])
+    merged["bagua"] = {
+        **handles[0],
+        "state": algorithm.state_of_all([handle["state"] for handle in handles]),
+        "parameters": _shared_out([handle["parameters"] for handle in handles], group, algorithm),
+    }
+    return merged
+
+
+def _mean(trees: Sequence[Any]) -> Any:
+    """Returns the mean of the floating tensors of several trees; all else is that of the first."""
+    first = trees[0]
+    if isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex()):
+        total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+        for tree in trees:
+            total += tree
+        return (total / len(trees)).to(first.dtype)
+    if isinstance(first, Mapping):
+        return {key: _mean([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_mean(both) for both in zip(*trees, strict=True))
+    return first
+
+
+def _shared_out(states: Sequence[dict[str, Any]], group: ProcessGroup, algorithm: Algorithm) -> dict[str, Any]:
+    """Returns this rank's ``ParameterStates.state_dict`` for those of all ranks of a checkpoint.
+
+    The ranks' residuals count in the result as their sum, or as their mean where the gradients are averaged. Owners'
+    residuals count in it as they are, whoever owns them.
+    """
+    described = algorithm.parameter_state()
+    if not described:
+        return states[0]
+    num_encoders = len(group.nodes.leaders) if getattr(algorithm, "hierarchical", False) else group.size
+    share = (group.size / len(states) if getattr(algorithm, "average", True) else 1.0) / num_encoders
+    merged: dict[str, Any] = {}
+    for name, one in described.items():
+        saved = [state["states"][name] for state in states]
+        parameters: dict[str, torch.Tensor] = dict(saved[0]["parameters"])
+        if one.is_scaled:
+            known = {key for of_rank in saved for key in of_rank["parameters"]}
+            held = {key: [of_rank["parameters"].get(key) for of_rank in saved] for key in known}
+            parameters = {
+                key: (sum(value.float() for value in values if value is not None) * share).to(one.dtype)
+                for key, values in held.items()
+            }
+        stripes = {}
+        for index, (_, numel, stripe) in saved[0]["stripes"].items():
+            whole = torch.zeros(numel, dtype=stripe.dtype)
+            for of_rank in saved:
+                begin, _, part = of_rank["stripes"][index]
+                whole[begin : begin + part.numel()] = part
+            stripes[index] = (0, numel, whole if group.rank == 0 else whole[:0])
+        merged[name] = {
+            "dtype": saved[0]["dtype"],
+            "parameters": parameters,
+            "stripes": stripes,
+            "owners": saved[0]["owners"],
+            "num_values": len(parameters) + len(stripes) + len(saved[0]["owners"]),
+        }
+    return {"place": writer_of(group), "states": merged}
