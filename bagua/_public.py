@@ -20,6 +20,7 @@ from .distributed.collectives import (
     scatter,
     send,
 )
+from .distributed.preemption import preemption
 from .distributed.process_group import ProcessGroup, ReduceOp, Work
 from .distributed.world import (
     destroy_process_group,
@@ -90,6 +91,7 @@ __all__ = [
     "neighbor_average",
     "new_group",
     "optim",
+    "preemption",
     "profiles",
     "recv",
     "reduce",

@@ -136,7 +136,7 @@ class Interrupts:
     agent finds that the ranks have ended.
 
     Args:
-        signals: the names of those that are handled, beside SIGINT and SIGTERM.
+        signals: the names of those that are handled, beside SIGINT, SIGTERM and SIGUSR1.
         grace_s: the time that ranks have to end.
 
     Raises:
@@ -147,7 +147,7 @@ class Interrupts:
         for name in signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(f"--signals-to-handle has {name!r}, which is no signal that can be handled")
-        self.numbers = {signal.SIGINT, signal.SIGTERM, *(signal.Signals[name] for name in signals)}
+        self.numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *(signal.Signals[name] for name in signals)}
         self._grace_s = grace_s
         self._num_ranks = self._num_killed = 0
         self._left: list[_Process] = []  # ranks that run, or whose process groups do
@@ -182,7 +182,7 @@ class Interrupts:
         ranks = "1 rank" if self._num_ranks == 1 else f"{self._num_ranks} ranks"
         killed = ""
         if self._num_killed:
-            killed = f", {self._num_killed} of them killed after {self._killed_after_s:.0f} s (--shutdown-timeout)"
+            killed = f", {self._num_killed} of them killed after {self._killed_after_s:.0f} s (--grace)"
         return f"bagua run: {why}, {ranks} ended{killed}"
 
     def _handle(self, number: int, _: FrameType | None) -> None:

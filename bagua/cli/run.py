@@ -58,7 +58,6 @@ _OFTEN_USED = (
     (("--rdzv-backend",), "NAME", "how hosts find each other, e.g. c10d"),
     (("--rdzv-endpoint",), "HOST:PORT", "where they meet"),
     (("--rdzv-id",), "ID", "of the job, the same on all hosts"),
-    (("--shutdown-timeout",), "SECONDS", "that ranks have to end after a signal, before they are killed (default: 30)"),
     (("--max-restarts",), "N", "times that failed ranks are started again (default: 0)"),
     (("-m", "--module"), None, "train.py is the name of a module, as for python -m"),
     (("--no-python",), None, "train.py is a program, not a Python script"),
@@ -87,6 +86,12 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
     for option, (_, metavar, text) in _SETTINGS.items():
         group.add_argument(option, metavar=metavar, help=text)
     group.add_argument("--no-shared-memory", action="store_true", help="use TCP even between ranks of one host")
+    group.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="that ranks have to save and end after a signal, before they are killed (default: 30)",
+    )
     group.add_argument("--help-torchrun", action=_HelpTorchrun, help="show all of torchrun's options and exit")
 
 
@@ -211,7 +216,10 @@ def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
         config = torchrun.config_from_args(args)[0]
         if config.nproc_per_node < 1:  # which torch's agent finds later, and without a word
             raise ValueError(f"--nproc-per-node is {config.nproc_per_node}, expected 1 or more")
-        interrupts = Interrupts(names, getattr(config, "shutdown_timeout", 30))
+        grace_s = getattr(config, "shutdown_timeout", 30) if args.grace is None else args.grace
+        if not grace_s > 0:
+            raise ValueError(f"--grace is {grace_s:g}, expected a number of seconds above 0")
+        interrupts = Interrupts(names, grace_s)
     except (AssertionError, RuntimeError, ValueError) as error:
         _Parser(prog="bagua run").error(f"{error}; bagua run --help-torchrun says what the options take")
     if hasattr(args, "signals_to_handle"):  # older versions of torch handle some signals themselves

@@ -28,14 +28,14 @@ class BufferBroadcast:
     """
 
     def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
-        self._model, self._group = weakref.ref(model), group
+        self._model, self._group, self._src = weakref.ref(model), group, 0
         # One per device: the message, its memory, and the buffers in it.
         self._under_way: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
 
-    def start(self) -> list[Work]:
-        """Starts one broadcast per device, and returns them."""
+    def start(self, src: int = 0) -> list[Work]:
+        """Starts one broadcast of rank ``src``'s buffers per device, and returns them."""
         model = self._model()
-        self._under_way = []
+        self._under_way, self._src = [], src
         if model is None or self._group.size == 1:
             return []
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -44,14 +44,14 @@ class BufferBroadcast:
                 by_device.setdefault(buffer.device, []).append(buffer)
         for device, buffers in by_device.items():
             memory = torch.empty(sum(map(_padded_bytes, buffers)), dtype=torch.uint8, device=device)
-            if self._group.rank == 0:
+            if self._group.rank == src:
                 for buffer, place in zip(buffers, _places(memory, buffers), strict=True):
                     place.copy_(buffer.detach())
-            self._under_way.append((self._group.broadcast(memory, 0, label="buffers"), memory, buffers))
+            self._under_way.append((self._group.broadcast(memory, src, label="buffers"), memory, buffers))
         return [work for work, _, _ in self._under_way]
 
     def finish(self, may_write: bool) -> None:
-        """Waits until every buffer equals rank 0's.
+        """Waits until every buffer equals that of the rank that sends.
 
         Args:
             may_write: False if the graph of another forward may be alive, which may have saved a buffer.
@@ -59,7 +59,7 @@ class BufferBroadcast:
         under_way, self._under_way = self._under_way, []
         for work, memory, buffers in under_way:
             work.wait()
-            if self._group.rank == 0:
+            if self._group.rank == self._src:
                 continue
             for buffer, value in zip(buffers, _places(memory, buffers), strict=True):
                 if may_write:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -95,17 +95,30 @@ class DistributedDataParallel(torch.nn.Module):
         """Keeps backwards inside local, as ``model.bagua.no_sync()``; those of a copy always are."""
         return self.module.no_sync()
 
-    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Not supported: ranks whose inputs end earlier would leave the others waiting.
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Lets ranks train on while others have no more batches, as torch's; see ``model.bagua.join``.
 
         Raises:
-            InvalidArgument: always, with what to do.
+            InvalidArgument: the algorithm exchanges weights, or ``throw_on_early_termination``.
         """
-        raise InvalidArgument(_UNEVEN)
+        _refuse(
+            "throw_on_early_termination", throw_on_early_termination, throw_on_early_termination,
+            "ranks follow to the end, or fail together"
+        )  # fmt: skip
+        return self.bagua.join(divide_by_initial_world_size) if enable else nullcontext()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Refuses, as ``join`` does, torch.distributed.algorithms.Join."""
-        raise InvalidArgument(_UNEVEN)
+        """Refuses torch.distributed.algorithms.Join, which joins several objects at once.
+
+        Raises:
+            InvalidArgument: always.
+        """
+        raise InvalidArgument("torch's Join is not supported; with model.join(): joins this model alone")
 
     @property
     def bagua(self) -> BaguaHandle:
@@ -140,12 +153,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     return pytree.tree_map(
         lambda one: one.to(device) if isinstance(one, kinds) else one, value, is_leaf=lambda one: isinstance(one, kinds)
     )
-
-
-_UNEVEN = (
-    "uneven inputs cannot be joined; give all ranks the same number of batches, as DistributedSampler does together "
-    "with drop_last=True, or train with torch's DistributedDataParallel on the backend 'bagua', which can join them"
-)
 
 
 def _refuse(name: str, value: Any, is_refused: bool, reason: str) -> None:

@@ -19,6 +19,7 @@ from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
 from bagua.data_parallel.buffers import BufferBroadcast
 from bagua.data_parallel.errors import fatal
+from bagua.data_parallel.join import join
 from bagua.data_parallel.reducer import Reducer
 from bagua.data_parallel.replica_check import ReplicaCheck
 from bagua.data_parallel.states import ParameterStates
@@ -101,6 +102,27 @@ class BaguaHandle:
         finally:
             self.reducer.synchronises = before
 
+    def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Lets ranks train on while others have no more batches: as ``DistributedDataParallel.join`` of torch.
+
+        A rank that leaves the block early takes part in the backwards of the others with gradients of zero. When all
+        have left it, every rank has the weights, the buffers, and the states of the optimizers that ``with_bagua`` got,
+        of one that went on to the end. It costs a small message per forward, for which all ranks wait.
+
+        Args:
+            divide_by_initial_world_size: gradients are the mean over all ranks, zeros included; False: over those that
+                still have batches.
+
+        Raises:
+            InvalidArgument: the algorithm exchanges weights.
+
+        Example:
+            >>> with model.bagua.join():
+            ...     for x, y in batches:
+            ...         loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
+        """
+        return join(self, divide_by_initial_world_size)
+
     def weight(self, num: float) -> float:
         """Returns the factor for a loss that is a mean over ``num`` tokens (or samples); collective outside of no_sync.
 
@@ -120,6 +142,10 @@ class BaguaHandle:
             >>> (loss(model(x2), y2) * model.bagua.weight(y2.numel())).backward()
         """
         num = float(num)
+        if self.reducer.joining is not None:
+            raise InvalidArgument(
+                "weight() inside join: ranks without inputs would not take part; give them batches that weigh 0 instead"
+            )
         if not 0 <= num < math.inf:
             raise InvalidArgument(f"weight() got {num}, expected the number of tokens that the loss is a mean of")
         if self.algorithm.exchanges != "gradients":

@@ -18,25 +18,25 @@ from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 
 
-def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
-    """Makes all parameters (frozen ones too) and buffers equal to rank 0's, in place."""
+def broadcast_model(model: torch.nn.Module, group: ProcessGroup, src: int = 0) -> None:
+    """Makes all parameters (frozen ones too) and buffers equal to those of rank ``src``, in place."""
     if group.size == 1:
         return
     works = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor = tensor.detach()
         if tensor.is_contiguous():
-            works.append(group.broadcast(_bytes_of(tensor), 0, label=name))
+            works.append(group.broadcast(_bytes_of(tensor), src, label=name))
         else:
             copy = tensor.contiguous()
-            group.broadcast(_bytes_of(copy), 0, label=name).wait()
+            group.broadcast(_bytes_of(copy), src, label=name).wait()
             tensor.copy_(copy)
     for work in works:
         work.wait()
 
 
 class OptimizerStates:
-    """Makes ``state`` and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
+    """Makes ``state`` and the options (such as lr) of ``optimizers`` equal to one rank's, in three parts.
 
     The first two, the constructor and ``receive``, may refuse and change nothing. ``take_over`` changes the optimizers,
     when the models are equal already. Tensors travel one by one, so that no rank holds a state twice.
@@ -44,14 +44,15 @@ class OptimizerStates:
     Args:
         optimizers: in the same order on all ranks. Those whose states are spread over the ranks keep them.
         group: the ranks.
+        src: the rank whose states and options the others get.
 
     Raises:
-        InvalidArgument: on rank 0, one holds what is not sent between ranks.
+        InvalidArgument: on rank ``src``, one holds what is not sent between ranks.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup, src: int = 0) -> None:
         equal = [optimizer for optimizer in optimizers if not is_sharded(optimizer)]
-        self._optimizers, self._group = tuple(equal) if group.size > 1 else (), group
+        self._optimizers, self._group, self._src = tuple(equal) if group.size > 1 else (), group, src
         self._tensors: list[list[torch.Tensor]] = [[] for _ in self._optimizers]
         self._trees = [_tree_of(*both) for both in zip(self._optimizers, self._tensors, strict=True)]
         self._texts = [
@@ -59,12 +60,12 @@ class OptimizerStates:
         ]
 
     def receive(self) -> None:
-        """Receives all but the tensors from rank 0; collective, one message for all optimizers."""
+        """Receives all but the tensors; collective, one message for all optimizers."""
         if not self._optimizers:
             return
-        texts = self._group.broadcast_plain(self._texts, 0)
+        texts = self._group.broadcast_plain(self._texts, self._src)
         for index, text in enumerate(texts):
-            if text != self._texts[index]:  # otherwise the tensors that are here take rank 0's values
+            if text != self._texts[index]:  # otherwise the tensors that are here take its values
                 self._trees[index] = plain_data.loads(text, [_TensorSpec])
                 self._tensors[index] = _empty_tensors(self._trees[index], self._optimizers[index])
 
@@ -73,10 +74,10 @@ class OptimizerStates:
         for optimizer, tree, tensors in zip(self._optimizers, self._trees, self._tensors, strict=True):
             for index, tensor in enumerate(tensors):
                 sent = tensor.detach().contiguous()
-                self._group.broadcast(_bytes_of(sent), 0, label=f"optimizer state {index}").wait()
+                self._group.broadcast(_bytes_of(sent), self._src, label=f"optimizer state {index}").wait()
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(sent)
-            if self._group.rank != 0:
+            if self._group.rank != self._src:
                 values = _mapped(tree, _TensorSpec, lambda spec, tensors=tensors: tensors[spec[0]])
                 _write(optimizer, *values)
 
@@ -127,7 +128,7 @@ def _text_of(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
     except InvalidArgument as error:
         raise InvalidArgument(
             f"the state or the options of optimizers[{index}] ({type(optimizer).__name__}), which the other ranks are "
-            f"to get from rank 0, cannot be sent: {error}"
+            f"to get, cannot be sent: {error}"
         ) from None
 
 

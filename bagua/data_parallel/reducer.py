@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,9 @@ from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
 from bagua.profiler.timeline import Timeline, snapshot
+
+if TYPE_CHECKING:
+    from bagua.data_parallel.join import Joining
 
 
 class Reducer:
@@ -84,7 +87,8 @@ class Reducer:
         self.recorder.job_ranks = group.job_ranks
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.buffers, self._always_broadcasts, self.replica_check = buffers, always_broadcasts, replica_check
-        self._finds_unused, self._raises_nonfinite = find_unused_parameters, raises_nonfinite
+        self.finds_unused, self._raises_nonfinite = find_unused_parameters, raises_nonfinite
+        self.joining: Joining | None = None  # inside ``join``
         self._is_used = bytearray(len(storage.parameters))  # since the last synchronisation, in no_sync too
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
@@ -105,7 +109,7 @@ class Reducer:
 
     def new_machine(self, order: Sequence[int] | None) -> None:
         """Decides from now on, from no layout and no stage on, with the ready order that is agreed on, if it is."""
-        self._machine = machine = _C.StepMachine(len(self.storage.parameters), self._finds_unused)
+        self._machine = machine = _C.StepMachine(len(self.storage.parameters), self.finds_unused)
         self._stages: list[str] = []
         self._num_forwards = [0, 0]  # synchronising ones since here, of which all ranks are: in eval(), in train()
         self._is_training = True  # the mode of the last one, or of the one whose backward runs
@@ -116,13 +120,20 @@ class Reducer:
 
     # --- forward -------------------------------------------------------------------------------
 
-    def before_forward(self) -> None:
-        """A forward of the model begins. Without gradients (evaluation) it concerns no other rank."""
+    def before_forward(self, is_training: bool, is_shadow: bool = False) -> None:
+        """A forward of the model begins. Without gradients (evaluation) it concerns no other rank.
+
+        Args:
+            is_training: the mode of the model.
+            is_shadow: True for a rank without inputs that follows the others.
+        """
         # An open step means that a checkpoint recomputes the forward inside backward.
         if not torch.is_grad_enabled() or self._machine.is_open:
             return
         self.recorder.check(self.group)
         self._raise_if_nonfinite()
+        if self.joining is not None and not is_shadow:
+            self.joining.before_forward(is_training)
         self._lay_out_if_agreed()
         self._local_ns = None
         if self.synchronises:
@@ -177,7 +188,7 @@ class Reducer:
         may_stay = is_open and self._stream.is_current()
         grad = parameter.grad
         if grad is None:
-            if self._finds_unused or not is_open:
+            if self.finds_unused or not is_open:
                 return
             raise poisoned(self.group, errors.no_gradient(self.storage.names[index], self.group.rank))
         if self.sends_gradients:
@@ -308,7 +319,7 @@ class Reducer:
 
     def _send_buffers(self, _: int) -> None:
         if self.buffers is not None and (self.sends_gradients or self._always_broadcasts):
-            for work in self.buffers.start():
+            for work in self.buffers.start(0 if self.joining is None else self.joining.first_active):
                 self._name(work)
 
     def _agree_on_use(self, _: int) -> None:
@@ -391,7 +402,9 @@ class Reducer:
             raise
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
-        if self.sends_gradients or self.replica_check.is_asked_for:
+        if self.joining is not None:
+            self.joining.after_backward()  # ranks without inputs make no steps, so their replicas differ
+        elif self.sends_gradients or self.replica_check.is_asked_for:
             self.replica_check.finish()
             has_buffers = self.sends_gradients and self.buffers is not None
             work = self.replica_check.begin(parameters=self.sends_gradients, buffers=has_buffers)
@@ -401,7 +414,7 @@ class Reducer:
             self._raise_if_nonfinite()
 
     def _complete(self) -> None:
-        if self._finds_unused and self.sends_gradients:
+        if self.finds_unused and self.sends_gradients:
             self._fill_in_missing()
         with self._algorithm("communicate"):  # its Work may end in code of the algorithm
             self._carry_out()

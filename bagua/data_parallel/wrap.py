@@ -325,7 +325,7 @@ class _InnerModuleHook(_ModuleHook):
 
 def _before_forward(reducer: Reducer, module: torch.nn.Module, args: tuple) -> None:
     if not _trains_nothing():
-        reducer.before_forward()
+        reducer.before_forward(module.training)
 
 
 _MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))

@@ -80,7 +80,7 @@ def test_the_second_interrupt_kills(launched):
     ]
     status, printed, errors = launched("\n".join(text))
     ended = errors.replace(WAITING, "")
-    last = "bagua run: interrupted, 3 ranks ended, 3 of them killed after 0 s (--shutdown-timeout)\n"
+    last = "bagua run: interrupted, 3 ranks ended, 3 of them killed after 0 s (--grace)\n"
     assert (status, printed, ended) == (130, "again\n", last)
 
 
@@ -119,8 +119,8 @@ def test_a_rank_that_does_not_end_in_its_grace_time_is_killed_and_counted(launch
         'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ["RANK"] == "2" else signal.SIG_DFL)'
     )
     text = "import os\n" + text + textwrap.dedent(SIGNALS_ITS_LAUNCHER.format(name="SIGTERM", sleeps=SLEEPS))
-    ended, _, errors = launched(text, "--shutdown-timeout", "1")
-    last = "bagua run: ended by SIGTERM, 3 ranks ended, 1 of them killed after 1 s (--shutdown-timeout)\n"
+    ended, _, errors = launched(text, "--grace", "1")
+    last = "bagua run: ended by SIGTERM, 3 ranks ended, 1 of them killed after 1 s (--grace)\n"
     assert (ended, errors) == (143, last)
 
 

@@ -118,17 +118,17 @@ def test_the_wrapper(pool2):
     pool2.run(_wrapper)
 
 
-def _uneven(rank, world_size):
+def _refuses_torchs_join(rank, world_size):
     with process_group():
         model = bagua.DistributedDataParallel(make_net())
-        with pytest.raises(InvalidArgument, match=r"the same number of batches.*drop_last=True"), model.join():
-            pass
-        with pytest.raises(InvalidArgument, match="the same number of batches"):
+        with pytest.raises(InvalidArgument, match=r"with model.join\(\)"):
             torch.distributed.algorithms.Join([model])
+        with pytest.raises(InvalidArgument, match="throw_on_early_termination"):
+            model.join(throw_on_early_termination=True)
 
 
-def test_uneven_inputs_are_refused(pool2):
-    pool2.run(_uneven)
+def test_torchs_join_of_several_is_refused(pool2):
+    pool2.run(_refuses_torchs_join)
 
 
 def test_arguments_are_those_of_torch():

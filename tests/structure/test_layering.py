@@ -105,6 +105,7 @@ ORDER = {
         "world": CONFIG | {"net"},
         "collectives": CONFIG | {"codecs"},
         "coded_reductions": CORE | {"codecs"},
+        "preemption": ERRORS,
         "__init__": set(),
     },
     "profiler": {
@@ -126,6 +127,7 @@ ORDER = {
         "initial_sync": BUCKETS,
         "replica_check": CORE | {"distributed.devices", "distributed.process_group"},
         "reducer": STEPPING,
+        "join": STEPPING,
         "handle": STEPPING,
         "wrap": STEPPING,
         "ddp": STEPPING,

@@ -1,0 +1,77 @@
+"""preemption: whether a scheduler has asked the job to end, the same answer on all ranks at the same step.
+
+Beside the data path. A signal comes to some ranks only, or to each at another moment; a checkpoint is a collective. So
+the ranks exchange what they have got: one element per call, whose answer the next call reads, so that none waits.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import weakref
+from types import FrameType
+
+import torch
+
+from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.world import GroupLike, resolve
+from bagua.errors import InvalidArgument
+
+__all__ = ["preemption"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_has_come = threading.Event()  # a signal has, on this rank
+_installed = False
+# By group, the exchange that the last call has started.
+_under_way: weakref.WeakKeyDictionary[ProcessGroup, tuple[Work, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def preemption(group: GroupLike = None) -> bool:
+    """Returns True on all ranks, at the same call, when one of them has got SIGTERM or SIGUSR1; collective.
+
+    Call it once per step: each call returns what ranks had got at the one before. The first call takes over the two
+    signals, which then end nothing by themselves: save and leave the program. `bagua run` passes them on to its ranks
+    and gives them `--grace` seconds.
+
+    Args:
+        group: the ranks, all by default.
+
+    Raises:
+        InvalidArgument: the first call is not on the main thread, where alone Python handles signals.
+
+    Example:
+        >>> for step in range(num_steps):  # doctest: +SKIP
+        ...     train(step)
+        ...     if bagua.preemption():
+        ...         bagua.save("checkpoint", model, optimizer, step=step)
+        ...         break
+    """
+    _install()
+    group = resolve(group)
+    has_ended = False
+    if group in _under_way:
+        work, flag = _under_way.pop(group)
+        work.wait()
+        has_ended = bool(flag.item())
+    flag = torch.tensor([_has_come.is_set()], dtype=torch.uint8, device="cpu")
+    _under_way[group] = group.all_reduce(flag, ReduceOp.MAX, label="preemption"), flag
+    return has_ended
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise InvalidArgument("bagua.preemption() handles signals, so call it on the main thread first")
+    for number in SIGNALS:
+        earlier = signal.getsignal(number)
+
+        def handle(number: int, frame: FrameType | None, earlier=earlier) -> None:
+            _has_come.set()
+            if callable(earlier):  # of the program, or of its trainer
+                earlier(number, frame)
+
+        signal.signal(number, handle)
+    _installed = True

@@ -1,0 +1,47 @@
+"""bagua.preemption: a signal of one rank is True on all ranks at the same call, and the launcher passes signals on."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+import bagua
+from bagua.errors import InvalidArgument
+from bagua.testing import spawn
+
+
+def _signalled(rank, world_size, number):
+    bagua.init_process_group()
+    with pytest.raises(InvalidArgument, match="main thread"):
+        _in_a_thread(bagua.preemption)
+    got = []
+    seen = []
+    signal.signal(number, lambda *_: seen.append(number))  # the program's own goes on
+    for step in range(6):
+        if step == 2 and rank == 1:
+            os.kill(os.getpid(), number)
+        got.append(bagua.preemption())
+    bagua.destroy_process_group()
+    assert seen == [number] * (rank == 1)
+    return got
+
+
+def _in_a_thread(function):
+    failure = []
+
+    def run():
+        try:
+            function()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    raise failure[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_all_ranks_hear_at_the_same_call(number):
+    assert spawn(_signalled, 2, args=(number,)) == [[False, False, False, True, True, True]] * 2
