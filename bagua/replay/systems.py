@@ -1,9 +1,9 @@
 """The measurements of a rank: one model under every system, torch's and ours, and the times when gradients are ready.
 
-A system is written as on the command line: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm, with options: `qsgd:bits=4`,
-`ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing, as a device would run it; only `qadam` has
-its own, whose time counts. With the option `overlap=False` an algorithm that exchanges gradients copies them into its
-buckets and begins when backward has ended.
+A system is written as on the command line: `ddp`, `ddp_fp16`, `ddp_bf16`, `ddp_minmax_uint8` (bagua.ddp.comm_hook), or
+an algorithm, with options: `qsgd:bits=4`, `ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing, as
+a device would run it; only `qadam` has its own, whose time counts. With the option `overlap=False` an algorithm that
+exchanges gradients copies them into its buckets and begins when backward has ended.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def _bf16_hook(state, bucket):
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
 
+# Functions that make the communication hook.
 DDP_HOOKS: dict[str, Callable | None] = {
     "ddp": None,
-    "ddp_fp16": default_hooks.fp16_compress_hook,
-    "ddp_bf16": _bf16_hook,
+    "ddp_fp16": lambda: default_hooks.fp16_compress_hook,
+    "ddp_bf16": lambda: _bf16_hook,
+    "ddp_minmax_uint8": bagua.ddp.comm_hook,
 }
 # The options of with_bagua, and those of DDP that can be used alone, with their expected values.
 _ON, _POSITIVE, _POSITIVE_INTEGER = "True or False", "a number of more than 0", "an integer of at least 1"
@@ -330,7 +332,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
         options = {name: value for name, value in defaults.items() if name in _DDP_OPTIONS} | options
         forward = torch.nn.parallel.DistributedDataParallel(model, **options)
         if DDP_HOOKS[name] is not None:
-            forward.register_comm_hook(None, DDP_HOOKS[name])
+            forward.register_comm_hook(None, DDP_HOOKS[name]())
     elif name != ALONE:
         bagua.with_bagua(model, optimizer, algorithm=name, **options)
 

@@ -18,7 +18,14 @@ from bagua.replay.profiles import SleepingModel
 
 _SAMPLES = 256  # of each tensor, at least, where it has as many
 # The allowed distance of gradients from their mean, an L2 norm over the mean's, beyond rounding to their dtype.
-_ALLOWED = {"ddp": 0.0, "gradient_allreduce": 0.0, "ddp_fp16": 0.01, "ddp_bf16": 0.02, "bytegrad": 0.1}
+_ALLOWED = {
+    "ddp": 0.0,
+    "gradient_allreduce": 0.0,
+    "ddp_fp16": 0.01,
+    "ddp_bf16": 0.02,
+    "ddp_minmax_uint8": 0.1,
+    "bytegrad": 0.1,
+}
 _ALLOWED_OF_BITS = {8: 0.1, 4: 0.6, 2: 3.0}  # qsgd: a step is 1/127, 1/7 or all of the largest value
 _ANY_CODEC = 3.0
 _PROJECTED = 1.1  # a projection leaves out at most 1, its samples by chance a little more
