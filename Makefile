@@ -31,8 +31,9 @@ PARALLEL := --numprocesses $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4))) --
 TWO_PROCESSES := --numprocesses 2 --dist worksteal
 TIMED = -m "not slow and timed" $(TWO_PROCESSES) $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
+PORT ?= 8000
 
-.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench bench-gpu sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench bench-gpu sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint setup-docs docs docs-serve clean
 # Whatever -j says: two targets that set up would change .venv at once.
 ifndef IS_BESIDE
 .NOTPARALLEL:
@@ -68,6 +69,13 @@ test-native: build setup-tests
 	@# Beside them pytest compiles its files once, which each of its processes would do by itself. What fails here fails
 	@# in the tests, too, which say it.
 	@$(PYTEST) --collect-only -qq >$(DEV)/collected.log 2>&1 & bash scripts/native_tests.sh $(DEV)/bagua_tests; wait
+
+docs: build setup-docs ## the site, from docs/ and the docstrings, in build/docs
+	$(PY) -m sphinx -q -W --keep-going -j auto -c docs . build/docs
+	@echo "build/docs/index.html"
+
+docs-serve: docs ## the site at http://127.0.0.1:8000, PORT=8000
+	$(PY) -m http.server --bind 127.0.0.1 --directory build/docs $(PORT)
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves
 	$(PY) -m pytest tests/structure/test_package.py
@@ -116,6 +124,9 @@ setup-tests: setup
 
 setup-lint: setup
 	@bash scripts/setup.sh --lint
+
+setup-docs: setup
+	@bash scripts/setup.sh --docs
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info bagua/_C*.so rust_core/target .pytest_cache .ruff_cache

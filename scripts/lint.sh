@@ -12,6 +12,7 @@ check() {
 check .venv/bin/python -m ruff check --quiet .
 check .venv/bin/python -m ruff format --quiet --check .
 check .venv/bin/python scripts/algorithms_table.py --check
+check .venv/bin/python scripts/draw.py --check
 
 # Uses the clang-format of .venv, pinned in constraints.txt, because other versions format differently.
 mapfile -t sources < <(find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | sort)

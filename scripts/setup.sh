@@ -6,6 +6,7 @@
 #   scripts/setup.sh --build   only what compiling needs, so that make can compile while pip unpacks PyTorch
 #   scripts/setup.sh --tests   what running needs, and GoogleTest
 #   scripts/setup.sh --lint    what running needs, and rustfmt and clippy
+#   scripts/setup.sh --docs    what running needs, and Sphinx
 #
 # Options combine; with --build, Python packages that only running needs are left out.
 #
@@ -76,9 +77,9 @@ fi
 
 # The stamp holds everything the installed packages depend on, the folder too, since a copied .venv refers to the old one.
 wanted=$({ pwd && .venv/bin/python -V && cat pyproject.toml constraints.txt setup.py; } | sha256sum)
+# Skips compiling all packages, which takes as long as the rest; Python compiles a module when it is imported.
+pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt)
 if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
-  # Skips compiling all packages, which takes as long as the rest; Python compiles a module when it is imported.
-  pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt)
   if [ "$(cat .venv/bagua_build.stamp 2>/dev/null)" != "$wanted" ]; then
     "${pip[@]}" setuptools pybind11 || fail "pip failed; its output is above."
     echo "$wanted" >.venv/bagua_build.stamp
@@ -87,4 +88,9 @@ if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
   echo "set-up: installing Python packages into .venv (the first time a minute or more: PyTorch is large)"
   BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[dev]' || fail "pip failed; its output is above."
   echo "$wanted" >.venv/bagua.stamp
+fi
+if asked_for --docs && [ "$(cat .venv/bagua_docs.stamp 2>/dev/null)" != "$wanted" ]; then
+  echo "set-up: installing Sphinx into .venv"
+  BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[docs]' || fail "pip failed; its output is above."
+  echo "$wanted" >.venv/bagua_docs.stamp
 fi

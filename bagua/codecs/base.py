@@ -208,7 +208,7 @@ class Codec:
         return encoded
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest |decode(encode(tensor)) - tensor| per element of finite input: float64, shape of ``tensor``.
+        """The largest ``|decode(encode(tensor)) - tensor|`` per element of finite input: float64, shape of it.
 
         It is Inf where a cast overflows.
         """

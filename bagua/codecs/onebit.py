@@ -19,7 +19,7 @@ from bagua.codecs.registry import register
 class OneBit(Codec):
     """Replaces x by the mean magnitude of its block, with the sign of x.
 
-    Error: the difference between |x| and that mean, and the rounding of the result to its dtype.
+    Error: the difference between ``|x|`` and that mean, and the rounding of the result to its dtype.
     """
 
     needs_error_feedback: ClassVar[bool] = True

@@ -132,9 +132,10 @@ def test_headings_exist(document):
 
 
 def test_the_index_has_every_page_once_and_the_readme_has_the_index():
-    index = LINK.findall((ROOT / "docs/index.md").read_text())
+    """The lists of docs/index.md are the site's navigation (docs/conf.py)."""
+    listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): ", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
-    assert sorted(link for link in index if not link.startswith("../")) == pages
+    assert sorted(link for link in listed if link.endswith(".md") and not link.startswith("../")) == pages
     assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text())
 
 

@@ -147,9 +147,10 @@ def run_the_diff(rank, world_size, added):
     return model.weight.grad.tolist()
 
 
-def test_the_diff_of_the_readme():
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_diff_of_the_start_pages(page):
     """The added lines average gradients; the removed ones are torch's."""
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     added, removed = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "+-")
     assert len(added) == len(removed) == 3
     torch.testing.assert_close(torch.tensor(spawn(run_the_diff, 2, args=(added,))), torch.full((2, 2, 4), 1.5))
