@@ -11,12 +11,13 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import DistributedType
 
 import bagua
 from bagua.integrations.rank_states import RankStates
 from bagua.integrations.world import join_world
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "prepare_model"]
 
 
 def prepare(
@@ -51,9 +52,7 @@ def prepare(
             f"prepare got {len(models)} models, expected one with its optimizers; prepare those that do not train by "
             "accelerator.prepare_model(model, evaluation_mode=True)"
         )
-    join_world()
-    # In this mode, as for evaluation, Accelerate leaves out its DDP.
-    model = accelerator.prepare_model(models[0], evaluation_mode=True)
+    model = prepare_model(accelerator, models[0])
     others = [one for one in objects if one is not models[0]]
     optimizers = [one for one in others if isinstance(one, torch.optim.Optimizer)]
     bagua.with_bagua(model, optimizers, algorithm=algorithm, **options)
@@ -61,3 +60,18 @@ def prepare(
     rest = iter([accelerator.prepare(*others)] if len(others) == 1 else accelerator.prepare(*others) if others else [])
     prepared = tuple(model if one is models[0] else next(rest) for one in objects)
     return prepared if len(prepared) > 1 else prepared[0]
+
+
+def prepare_model(accelerator: accelerate.Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """Prepares a model as ``accelerator.prepare_model`` does, without a DDP around it; ``with_bagua`` is to follow.
+
+    Raises:
+        InvalidArgument: the accelerator is for FSDP, DeepSpeed, ...
+    """
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise bagua.InvalidArgument(
+            f"the Accelerator is for {kind.value}, but bagua takes the place of DDP; leave one out"
+        )
+    join_world()
+    return accelerator.prepare_model(model, evaluation_mode=True)  # as for evaluation, Accelerate leaves out its DDP

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import bagua
+from bagua.integrations.accelerate import prepare_model
 from bagua.integrations.rank_states import RankStates
-from bagua.integrations.world import join_world
 
 __all__ = ["BaguaMixin", "BaguaTrainer"]
 
@@ -45,9 +45,7 @@ class BaguaMixin:
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         if not training:
             return super()._wrap_model(model, training, dataloader)
-        join_world()
-        # In this mode, as for evaluation, Accelerate sets the precision and leaves out its DDP.
-        self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        prepare_model(self.accelerator, self.model)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # of Accelerate's, after an earlier train()
         wrapped = bagua.DistributedDataParallel(
             self.model,
@@ -73,8 +71,4 @@ class BaguaMixin:
 
 
 class BaguaTrainer(BaguaMixin, transformers.Trainer):
-    """A ``transformers.Trainer`` with a further argument, ``algorithm``.
-
-    Example:
-        >>> trainer = BaguaTrainer(model, args, train_dataset=data, algorithm="bytegrad")  # doctest: +SKIP
-    """
+    """A ``transformers.Trainer`` with the argument ``algorithm`` of BaguaMixin."""

@@ -40,6 +40,7 @@ class Net(lightning.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
+
 class Manual(Net):
     """Two optimizers, each of half of the layers, which step in turn on two micro-batches."""
 

@@ -78,12 +78,23 @@ def groups_end(backend=None):
             dist.destroy_process_group()
 
 
+def float16(scaler):
+    """Returns the options of a Trainer in float16 on the CPU, for which Lightning has no string."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler("cpu", init_scale=2.0**20))]}
+
+
 def _beside_ddp(rank, world_size, kind, options):
     with groups_end("gloo"):
         pairs = []
-        for strategy in ("ddp_find_unused_parameters_true", ours(find_unused_parameters=True)):
+        for strategy, scaler in (
+            ("ddp_find_unused_parameters_true", torch.amp.GradScaler),
+            (ours(find_unused_parameters=True), bagua.amp.GradScaler),
+        ):
             module = modules()[kind]()
-            trainer = fit(module, strategy, **options)
+            of_trainer = float16(scaler) if options == "float16" else options
+            trainer = fit(module, strategy, **of_trainer)
             pairs.append((weights_of(module), {name: float(value) for name, value in trainer.callback_metrics.items()}))
         (theirs, their_metrics), (mine, my_metrics) = pairs
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
@@ -96,9 +107,10 @@ def _beside_ddp(rank, world_size, kind, options):
     [
         ("automatic", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("automatic", {"precision": "bf16-mixed"}),
+        ("automatic", "float16"),
         ("manual", {}),
     ],
-    ids=["accumulation", "bf16", "manual"],
+    ids=["accumulation", "bfloat16", "float16", "manual"],
 )
 def test_trains_as_ddp_does(pool2, kind, options):
     metrics = pool2.run(_beside_ddp, args=(kind, options))
@@ -122,6 +134,38 @@ def test_micro_batches_send_nothing(pool2):
         num_bytes = 4 * (8 * 32 + 32 + 2 * 32 + 32 * 4 + 4)
         assert len(sent) == 3 and sent[1] == 0, sent
         assert all(num_bytes <= of_step < 2 * num_bytes for of_step in sent[0::2]), sent
+
+
+def _tokens(rank, world_size):
+    """One step of a mean over rows, of ranks and micro-batches with different numbers of them."""
+    Net = modules()["automatic"]
+
+    class Weighted(Net):
+        def training_step(self, batch, index):
+            rows = [one[: 8 - 3 * self.global_rank - index] for one in batch]
+            seen.append(rows)
+            weight = self.trainer.model.bagua.weight(len(rows[0]))
+            return self.loss(rows) * weight * self.trainer.accumulate_grad_batches
+
+        def on_before_optimizer_step(self, optimizer):
+            self.grads = [parameter.grad.clone() for parameter in self.parameters()]
+
+    seen = []
+    with groups_end():
+        module, whole = Weighted(), Net()
+        for one in (module, whole):
+            one.net[1] = torch.nn.Identity()
+        fit(module, ours(), max_steps=1, accumulate_grad_batches=2)
+        of_ranks = [None] * world_size
+        dist.all_gather_object(of_ranks, seen)
+        rows = [torch.cat(columns) for columns in zip(*(rows for of_rank in of_ranks for rows in of_rank), strict=True)]
+        assert [len(column) for column in rows] == [8 + 7 + 5 + 4] * 2
+        whole.loss(rows).backward()
+        torch.testing.assert_close(module.grads, [parameter.grad for parameter in whole.parameters()])
+
+
+def test_means_that_count_tokens(pool2):
+    pool2.run(_tokens)
 
 
 def _resume(rank, world_size, folder, options):
