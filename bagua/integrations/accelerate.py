@@ -35,7 +35,7 @@ def prepare(
         options: further arguments of ``bagua.with_bagua``: the algorithm's options, ``find_unused_parameters``, ...
 
     Returns:
-        The objects, prepared, in their order. The model is not wrapped in another module: ``model.bagua`` is its handle.
+        The objects, prepared, in their order. The model is in no other module: ``model.bagua`` is its handle.
 
     Raises:
         InvalidArgument: there is not one model; or as ``bagua.with_bagua``.

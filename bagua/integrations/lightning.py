@@ -34,7 +34,7 @@ _REFUSED = {
 class BaguaStrategy(DDPStrategy):
     """Trains a LightningModule as Lightning's DDPStrategy does, with an algorithm of bagua.
 
-    ``trainer.model.bagua`` is the handle of the wrapped module (``weight``, ``timeline``, ...), and checkpoints have the
+    ``trainer.model.bagua`` is the handle of the wrapped module (``weight``, ``timeline``, ...). Checkpoints have the
     algorithm's state of each rank.
 
     Args:

@@ -1,6 +1,6 @@
 """The part of a training's state that is different on each rank, for trainers whose checkpoint one rank writes.
 
-It is what an algorithm remembers (``model.bagua.state_dict()``) and, while weights are exchanged, the rank's own weights
+It is what an algorithm remembers (``model.bagua.state_dict()``) and, where weights are exchanged, the rank's weights
 and optimizer states, which trainers take from rank 0 alone. Rank 0 gathers it, so that it is part of the trainer's
 checkpoint, which can be moved, linked and deleted as before; meanwhile it holds the parts of all ranks in memory.
 """
@@ -37,7 +37,7 @@ class RankStates:
         self.model.bagua.remove()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns the parts of all ranks on rank 0, with their tensors on the CPU, and nothing elsewhere; collective."""
+        """Returns the parts of all ranks on rank 0, their tensors on the CPU, and nothing elsewhere; collective."""
         own = self._own() if self._last is None else self._last
         if not dist.is_initialized():  # one rank
             return [own]

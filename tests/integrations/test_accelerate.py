@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def _beside_ddp(rank, world_size, mixed_precision):
         for prepared in (theirs, mine):
             sent_bytes = epoch(accelerator, *prepared)
         num_bytes = 4 * sum(parameter.numel() for parameter in mine[0].parameters())
-        first, in_micro_batch, second = (b - a for a, b in zip(sent_bytes, sent_bytes[1:], strict=False))
+        first, in_micro_batch, second = (b - a for a, b in itertools.pairwise(sent_bytes))
         assert in_micro_batch == 0 and num_bytes <= first < 2 * num_bytes and num_bytes <= second < 2 * num_bytes
         theirs, mine = (weights_of(accelerator, prepared[0]) for prepared in (theirs, mine))
         if rank != 0:  # torch sends rank 0's buffers before the next forward, bagua after each backward

@@ -1,4 +1,4 @@
-"""The programs of docs/trainers.md, as ranks that a launcher has started; Ray's as a program that starts its workers."""
+"""The programs of docs/trainers.md, as ranks that a launcher has started; Ray's starts its workers itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BaguaConfig in Ray Train on Ray's local cluster, fed by Ray Data: one run, since starting the cluster takes seconds."""
+"""BaguaConfig in Ray Train on Ray's local cluster, fed by Ray Data: one run, as starting it takes seconds."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def _beside_ddp(rank, world_size, folder, options):
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-5)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     num_bytes = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
-    sent = [after - before for before, after in zip(sent_bytes, sent_bytes[1:], strict=False)]
+    sent = [after - before for before, after in itertools.pairwise(sent_bytes)]
     assert sent[1::2] == [0, 0, 0] and all(num_bytes <= one < 2 * num_bytes for one in sent[0::2]), sent
 
 
