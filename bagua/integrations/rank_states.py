@@ -32,13 +32,23 @@ class RankStates:
         self._last: dict[str, Any] | None = None  # this rank's part when the training ended
 
     def end(self) -> None:
-        """Ends the synchronisation; ``state_dict`` still returns the states of now."""
-        self._last = self._own()
-        self.model.bagua.remove()
+        """Ends the synchronisation; ``state_dict`` returns the states of now from then on."""
+        handle = self.model.bagua
+        handle.remove()
+        self._last = self._own(handle)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns the parts of all ranks on rank 0, their tensors on the CPU, and nothing elsewhere; collective."""
-        own = self._own() if self._last is None else self._last
+        own = self._last
+        if own is None:
+            handle = self.model.bagua
+            in_background = hasattr(handle.algorithm, "pause")
+            if in_background:
+                handle.pause()
+            own = self._own(handle)
+            if in_background:
+                own = copy.deepcopy(own)
+                handle.resume()
         if not dist.is_initialized():  # one rank
             return [own]
         states: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
@@ -68,17 +78,9 @@ class RankStates:
                 optimizer.load_state_dict(state)
         self.model.bagua.load_state_dict(own["bagua"])
 
-    def _own(self) -> dict[str, Any]:
-        handle = self.model.bagua
-        in_background = hasattr(handle.algorithm, "pause")
-        if in_background:
-            handle.pause()
+    def _own(self, handle: Any) -> dict[str, Any]:
         own = {"bagua": handle.state_dict()}
         if handle.algorithm.exchanges == "weights":
             own["model"] = self.model.state_dict()
             own["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
-        own = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), own)
-        if in_background:
-            own = copy.deepcopy(own)
-            handle.resume()
-        return own
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), own)
