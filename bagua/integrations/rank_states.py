@@ -8,7 +8,6 @@ checkpoint, which can be moved, linked and deleted as before; meanwhile it holds
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,25 +57,21 @@ class RankStates:
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores this rank's part; collective, on states of all ranks, after the trainer's own have been loaded.
 
-        On another number of ranks it warns, and the algorithm starts anew.
+        On another number of ranks residuals are shared out, and all ranks keep the weights that rank 0 had.
 
         Raises:
             InvalidArgument: they belong to another algorithm or model.
         """
-        group = self.model.bagua.group
-        if len(states) != group.size:
-            warnings.warn(
-                f"the checkpoint has what the algorithm remembers on each of {len(states)} ranks, but there are "
-                f"{group.size}: {self.model.bagua.algorithm.name!r} starts anew, with the weights that rank 0 had",
-                RuntimeWarning,
-            )
+        handle = self.model.bagua
+        if len(states) != handle.group.size:
+            handle.load_state_dict(handle.state_of_all([state["bagua"] for state in states]))
             return
-        own = states[group.rank]
+        own = states[handle.group.rank]
         if "model" in own:
             self.model.load_state_dict(own["model"])
             for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-        self.model.bagua.load_state_dict(own["bagua"])
+        handle.load_state_dict(own["bagua"])
 
     def _own(self, handle: Any) -> dict[str, Any]:
         own = {"bagua": handle.state_dict()}
