@@ -50,6 +50,7 @@ test: test-native ## Rust, C++ and Python tests but the slow ones
 	$(PYTEST) $(TIMED)
 
 test-all: test-native ## all tests, the slow ones and the examples too
+	@bash scripts/setup.sh --ray
 	$(PYTEST) -m "not timed" $(PARALLEL)
 	$(PYTEST) -m "timed" $(TWO_PROCESSES)
 

@@ -50,7 +50,7 @@ def test_a_program(pool2, tmp_path, section):
     pool2.run(_run, args=(str(tmp_path), section))
 
 
-@pytest.mark.slow("test_a_run_on_the_local_cluster")
+@pytest.mark.slow("nothing: Ray starts a cluster")
 @pytest.mark.needs("ray", "pyarrow")
 @pytest.mark.timeout(400)
 def test_the_program_of_ray(tmp_path):

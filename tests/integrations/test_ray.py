@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = [pytest.mark.needs("ray", "pyarrow"), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.needs("ray", "pyarrow"),
+    pytest.mark.slow("nothing: Ray starts a cluster"),
+    pytest.mark.timeout(400),
+]
 
 
 @pytest.fixture
