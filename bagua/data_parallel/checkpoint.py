@@ -1,11 +1,11 @@
 """save and load: a wrapped model, its optimizers and what its algorithm remembers, in one folder; both collective.
 
-Beside the data path. Invariant: a folder holds a whole checkpoint at every moment. Files carry the number of their save;
-``checkpoint.json``, which names it, is replaced when all ranks have written theirs, and older files are deleted then.
+Beside the data path. Invariant: a folder holds a whole checkpoint at every moment. Files carry the number of their
+save; ``checkpoint.json``, which names it, is replaced when all ranks have written theirs, and older files are deleted.
 
-Where gradients are exchanged, model and optimizers are equal, and rank 0 writes them; otherwise every rank its own. What
-an algorithm remembers is in a file per rank. On another number of ranks weights and moments are the mean of all files',
-and residuals are shared out so that what is still to be sent stays the same.
+Where gradients are exchanged, model and optimizers are equal, and rank 0 writes them; otherwise every rank its own. A
+file per rank has what its algorithm remembers. On another number of ranks weights and moments are the mean of all
+files', and residuals are shared out so that what is still to be sent stays the same.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
         if training is not None:
             _check_model(inner, training["model"])
             if len(training["optimizers"]) != len(chosen):
-                raise InvalidArgument(f"{folder} holds {len(training['optimizers'])} optimizers, load got {len(chosen)}")
+                raise InvalidArgument(
+                    f"{folder} holds {len(training['optimizers'])} optimizers, load got {len(chosen)}"
+                )
         if missing := sorted(others.keys() - own["others"].keys()):
             raise InvalidArgument(f"{folder} holds {sorted(own['others'])}, but load got {missing}")
         return (own, training), {"the checkpoint": index, "names": sorted(others)}

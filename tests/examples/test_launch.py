@@ -58,7 +58,11 @@ def test_mpirun(environ, tmp_path):
 def train(environ, folder, *options, num_ranks=2):
     command = ["bagua", "run", "--nproc-per-node", str(num_ranks), str(ROOT / "examples/preemption.py")]
     return subprocess.Popen(
-        [*command, "--checkpoint", folder, *options], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--checkpoint", folder, *options],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
