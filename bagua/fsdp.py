@@ -98,7 +98,7 @@ class _ReduceScatter:
 
 
 class Compression:
-    """What ``bagua.fsdp.compress`` has set up; its state belongs into checkpoints where there is error feedback."""
+    """The result of ``bagua.fsdp.compress``; with error feedback its state belongs into checkpoints."""
 
     def __init__(
         self,

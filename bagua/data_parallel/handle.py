@@ -121,7 +121,7 @@ class BaguaHandle:
             ...     for x, y in batches:
             ...         loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
         """
-        return join(self, divide_by_initial_world_size)
+        return join(self.module, self.reducer, divide_by_initial_world_size)
 
     def weight(self, num: float) -> float:
         """Returns the factor for a loss that is a mean over ``num`` tokens (or samples); collective outside of no_sync.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,13 +17,9 @@ from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.reducer import Reducer
 from bagua.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from bagua.data_parallel.handle import BaguaHandle
-
 __all__ = ["join"]
 
-# What a rank does next: it has left the block; a forward whose backward stays local; one in eval() or train() whose
-# backward synchronises.
+# The plan of a rank: it has left the block; its next backward stays local; it synchronises (plus 1 in train()).
 _LEFT, _LOCAL, _SYNCHRONISING = 0, 1, 2
 
 
@@ -48,8 +43,8 @@ class Joining:
     def _exchange(self, own: int) -> int:
         """Returns what the active ranks do; _LEFT where there are none."""
         group = self._reducer.group
-        plans = torch.empty(group.size, dtype=torch.uint8)
-        group.all_gather(plans, torch.tensor([own], dtype=torch.uint8), blocking=True).wait()
+        plans = torch.empty(group.size, dtype=torch.uint8, device="cpu")
+        group.all_gather(plans, torch.tensor([own], dtype=torch.uint8, device="cpu"), blocking=True).wait()
         active = plans.nonzero().flatten().tolist()
         if not active:
             return _LEFT
@@ -80,7 +75,7 @@ class Joining:
             parameter.grad = None
         reducer.before_forward(is_training, is_shadow=True)
         reducer.after_forward(is_training)
-        total = torch.zeros((), requires_grad=True) * 1
+        total = torch.zeros((), requires_grad=True, device="cpu") * 1
         if not reducer.finds_unused:
             for parameter in parameters:
                 product = (parameter * 0).sum()
@@ -92,27 +87,27 @@ class Joining:
 
 
 @contextlib.contextmanager
-def join(handle: BaguaHandle, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+def join(model: torch.nn.Module, reducer: Reducer, divides_by_all: bool) -> Iterator[None]:
     """Runs a block of training on every rank, however many batches each has; see ``BaguaHandle.join``."""
-    reducer = handle.reducer
-    handle.group.check()
-    if handle.algorithm.exchanges != "gradients":
+    group, algorithm = reducer.group, reducer.algorithm
+    group.check()
+    if algorithm.exchanges != "gradients":
         raise InvalidArgument(
-            f"join is for algorithms that exchange gradients; {handle.algorithm.name!r} exchanges weights, so give all "
-            "ranks the same number of batches"
+            f"join is for algorithms that exchange gradients; {algorithm.name!r} exchanges weights, so give all ranks "
+            "the same number of batches"
         )
     if reducer.joining is not None:
         raise InvalidArgument("join is active for this model already; leave that block first")
-    joining = reducer.joining = Joining(reducer, divide_by_initial_world_size)
+    joining = reducer.joining = Joining(reducer, divides_by_all)
     try:
         yield
-        with fatal(handle.group, "join"):
-            is_uneven = any(handle.group.all_gather_plain(joining.shadow()))
+        with fatal(group, "join"):
+            is_uneven = any(group.all_gather_plain(joining.shadow()))
             last = joining.first_active
             if is_uneven:
-                states = OptimizerStates(reducer.training.optimizers, handle.group, last)
+                states = OptimizerStates(reducer.training.optimizers, group, last)
                 states.receive()
-                broadcast_model(handle.module, handle.group, last)
+                broadcast_model(model, group, last)
                 states.take_over()
     finally:
         reducer.joining = None

@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,9 +43,6 @@ from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
 from bagua.profiler.timeline import Timeline, snapshot
-
-if TYPE_CHECKING:
-    from bagua.data_parallel.join import Joining
 
 
 class Reducer:
@@ -88,7 +85,7 @@ class Reducer:
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.buffers, self._always_broadcasts, self.replica_check = buffers, always_broadcasts, replica_check
         self.finds_unused, self._raises_nonfinite = find_unused_parameters, raises_nonfinite
-        self.joining: Joining | None = None  # inside ``join``
+        self.joining: Any = None  # inside ``join`` its Joining
         self._is_used = bytearray(len(storage.parameters))  # since the last synchronisation, in no_sync too
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))

@@ -35,9 +35,17 @@ def readers_names(is_wrapped=True):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {**readers_imports(), "model": model, "optimizer": optimizer, "ReduceOp": bagua.ReduceOp}
-    names |= {"loss": torch.nn.functional.mse_loss, "data": range(8)}
+    names |= {
+        "loss": torch.nn.functional.mse_loss,
+        "data": range(8),
+        "step": 0,
+        "num_steps": 2,
+        "train": lambda step: None,
+    }
+    names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for end in ("", "1", "2"):
         names |= {f"x{end}": torch.randn(8, 4), f"y{end}": torch.randn(8, 2)}
+    names["batches"] = [(names["x"], names["y"])]
     if is_wrapped:
         bagua.with_bagua(model, optimizer)
     return names
@@ -92,8 +100,9 @@ def test_doctests(tmp_path, monkeypatch):
 
 
 # docs/federated.md has doctests, which run below; the block of docs/torch_api.md does not destroy its group; those of
-# docs/trainers.md, which leave that to the trainers, run in tests/integrations/test_documented_programs.py.
-NOT_HERE = {"federated.md", "torch_api.md", "trainers.md"}
+# docs/trainers.md, which leave that to the trainers, run in tests/integrations/test_documented_programs.py, and those of
+# docs/fsdp.md in tests/torch_hooks/test_documented.py.
+NOT_HERE = {"federated.md", "fsdp.md", "torch_api.md", "trainers.md"}
 
 
 def blocks(pages):

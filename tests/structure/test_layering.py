@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "data_parallel": STEPPING | {"files"},
     "ddp": ERRORS
     | {f"distributed.{name}" for name in ("coded_reductions", "process_group", "world")}
-    | {"torch_backend.callback_levels", "torch_backend.futures"},
+    | {"torch_backend"},
     "fsdp": ERRORS | {f"distributed.{name}" for name in ("coded_reductions", "process_group", "tensors", "world")},
     "amp": {"data_parallel.handle", "distributed.process_group", "distributed.world"},
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.reducer"},
