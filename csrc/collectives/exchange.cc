@@ -87,7 +87,7 @@ void PairwiseExchange::encode(Range range, Range chunk, uint8_t* bytes) {
     return;
   }
   const size_t granule = options_.codec->block_numel();
-  const size_t tile_numel = max_tile_numel(chunk_numel_, granule, context_.stream);
+  const size_t tile_numel = context_.stream.is_cpu() ? max_tile_numel(chunk_numel_, granule, context_.stream) : 0;
   auto* totals = reinterpret_cast<float*>(context_.workspace.get(kTotals, 2 * tile_numel * sizeof(float)));
   for_each_tile(chunk.numel, granule, context_.stream, [&](size_t begin, size_t numel) {
     num_nonfinite_blocks_ += encode_with_residual(

@@ -50,8 +50,10 @@ TEST_P(OnDevice, FeedbackAndSegmentsGiveTheBitsOfTheCpu) {
   auto reference = make_cpu_engines(kSize);
   for (const std::string& spec : registered_codecs()) {
     for (const DType residual : {DType::kF32, DType::kBF16}) {
-      const Case one = feedback_case(spec, residual);
-      expect_equal(on_device(engines, one), on_cpu(reference, one), spec + " " + std::string(dtype_name(residual)));
+      for (const Case& one : {feedback_case(spec, residual), scattered_feedback_case(kSize, spec, residual)}) {
+        expect_equal(on_device(engines, one), on_cpu(reference, one),
+                     one.name + " " + std::string(dtype_name(residual)));
+      }
     }
   }
 }

@@ -236,6 +236,26 @@ inline Case feedback_case(const std::string& spec, DType residual) {
   return {spec, OperationKind::kAllReduce, DType::kF32, kNumel, output_bytes / sizeof(float), run};
 }
 
+// A reduce_scatter with error feedback: of the worker alone, over all blocks of its input.
+inline Case scattered_feedback_case(size_t size, const std::string& spec, DType residual) {
+  constexpr size_t kNumel = 5'000;
+  const Codec* const codec = &get_codec(spec);
+  const size_t residual_bytes = size * kNumel * item_bytes(residual);
+  // Output: the block, then worker_out.
+  const auto run = [=](Context& c, void* from, void* to) -> uint64_t {
+    uint8_t* const worker = static_cast<uint8_t*>(to) + kNumel * sizeof(float);
+    device::fill_zero(worker, residual_bytes, c.stream);
+    uint64_t blocks = 0;
+    for (int step = 0; step < 3; ++step) {
+      blocks += compressed_reduce_scatter(c, from, to, kNumel, DType::kF32, ReduceOp::kAvg, *codec,
+                                          {worker, worker, nullptr, nullptr, residual});
+    }
+    return blocks;
+  };
+  const size_t output_numel = kNumel + residual_bytes / sizeof(float);
+  return {spec + " reduce_scatter", OperationKind::kReduceScatter, DType::kF32, size * kNumel, output_numel, run};
+}
+
 inline std::vector<std::unique_ptr<Engine>> make_cpu_engines(int size, const Kind& kind = kTcp) {
   std::vector<std::unique_ptr<Engine>> engines;
   for (auto& communicator : make_communicators(size, kind))

@@ -100,7 +100,7 @@ def test_doctests(tmp_path, monkeypatch):
 
 
 # docs/federated.md has doctests, which run below; the block of docs/torch_api.md does not destroy its group; those of
-# docs/trainers.md, which leave that to the trainers, run in tests/integrations/test_documented_programs.py, and those of
+# docs/trainers.md, which leave that to the trainers, run in tests/integrations/test_documented_programs.py; those of
 # docs/fsdp.md in tests/torch_hooks/test_documented.py.
 NOT_HERE = {"federated.md", "fsdp.md", "torch_api.md", "trainers.md"}
 
