@@ -238,7 +238,7 @@ class BaguaHandle:
         model = self._model()
         if model is not None:
             self.group.check()
-            buffers = BufferBroadcast(model, self.group)
+            buffers = BufferBroadcast(model, self.reducer.scope)
             buffers.start()
             buffers.finish(may_write=False)
 
@@ -254,7 +254,7 @@ class BaguaHandle:
         if model is not None:
             self.group.check()
             are_equal = self.reducer.sends_gradients
-            check = ReplicaCheck(self._model, self.reducer.training.optimizers, self.group)
+            check = ReplicaCheck(self._model, self.reducer.training.optimizers, self.group, scope=self.reducer.scope)
             check.check_now(parameters=are_equal, buffers=are_equal and self.reducer.buffers is not None)
 
     def timeline(self, parts: bool = True) -> Timeline:
@@ -387,7 +387,11 @@ def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
 
 def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
     """Returns the handles of the wrapped models of which ``optimizer`` steps a parameter, in its order of these."""
-    handle_of_parameter = {id(p): handle for handle in _attached for p in handle.reducer.storage.parameters}
+    handle_of_parameter = {
+        id(p): handle
+        for handle in _attached
+        for p in (*handle.reducer.storage.parameters, *handle.reducer.scope.ignored)
+    }
     stepped = (id(parameter) for options in optimizer.param_groups for parameter in options["params"])
     return list(dict.fromkeys(handle_of_parameter[one] for one in stepped if one in handle_of_parameter))
 

@@ -101,6 +101,11 @@ def join(handle: BaguaHandle, divide_by_initial_world_size: bool = True) -> Iter
             f"join is for algorithms that exchange gradients; {handle.algorithm.name!r} exchanges weights, so give all "
             "ranks the same number of batches"
         )
+    if reducer.scope.others:
+        raise InvalidArgument(
+            "join with groups=: a rank without inputs has no tokens for the experts of others, which wait for them; "
+            "give all ranks the same number of batches"
+        )
     if reducer.joining is not None:
         raise InvalidArgument("join is active for this model already; leave that block first")
     joining = reducer.joining = Joining(reducer, divide_by_initial_world_size)
@@ -110,9 +115,9 @@ def join(handle: BaguaHandle, divide_by_initial_world_size: bool = True) -> Iter
             is_uneven = any(handle.group.all_gather_plain(joining.shadow()))
             last = joining.first_active
             if is_uneven:
-                states = OptimizerStates(reducer.training.optimizers, handle.group, last)
+                states = OptimizerStates(reducer.training.optimizers, handle.module, reducer.scope, last)
                 states.receive()
-                broadcast_model(handle.module, handle.group, last)
+                broadcast_model(handle.module, reducer.scope, last)
                 states.take_over()
     finally:
         reducer.joining = None

@@ -36,6 +36,7 @@ from bagua.data_parallel import errors
 from bagua.data_parallel.buffers import BufferBroadcast
 from bagua.data_parallel.errors import fatal, poisoned
 from bagua.data_parallel.replica_check import ReplicaCheck
+from bagua.data_parallel.scope import Scope
 from bagua.data_parallel.states import ParameterStates
 from bagua.data_parallel.zero_copy import ZeroCopy
 from bagua.distributed.devices import BackwardStream, HostCopy, check_not_capturing
@@ -54,7 +55,7 @@ class Reducer:
     Args:
         storage: the gradients' buckets.
         algorithm: decides what a bucket sends.
-        group: the ranks that train together.
+        scope: the ranks that train together, and those of parameters that are not of all.
         optimizers: those that were passed to with_bagua; not kept alive but by the algorithm.
         buffers: broadcasts at the end of a synchronising backward, or None.
         always_broadcasts: True to broadcast while weights are exchanged as well.
@@ -68,7 +69,7 @@ class Reducer:
         self,
         storage: BucketStorage,
         algorithm: Algorithm,
-        group: ProcessGroup,
+        scope: Scope,
         *,
         optimizers: Sequence[torch.optim.Optimizer],
         buffers: BufferBroadcast | None,
@@ -78,8 +79,9 @@ class Reducer:
         replica_check: ReplicaCheck,
         earlier: Reducer | None = None,
     ) -> None:
-        self.storage, self.algorithm, self.group = storage, algorithm, group
-        self.groups = [group]  # and those that the algorithm has made
+        self.storage, self.algorithm, self.scope = storage, algorithm, scope
+        self.group = group = scope.group
+        self.groups = list(scope.groups)  # and those that the algorithm has made
         self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
         self.synchronises = True  # False inside no_sync
         self.sends_gradients = True  # now: an algorithm may begin with gradients and change over to weights
@@ -93,6 +95,9 @@ class Reducer:
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._bucket_group.checks_results = raises_nonfinite or self.states.are_described
+        # By ``Bucket.group_index``.
+        others = [BucketGroup(one, _Record(self.recorder, self.groups), self._bucket_group) for one in scope.others]
+        self._bucket_groups = (self._bucket_group, *others)
         self.training = Training(self._bucket_group, tuple(optimizers))
         if earlier is not None:
             self.training.loss_scale = earlier.training.loss_scale
@@ -190,11 +195,11 @@ class Reducer:
         if grad is None:
             if self.finds_unused or not is_open:
                 return
-            raise poisoned(self.group, errors.no_gradient(self.storage.names[index], self.group.rank))
+            raise self._poisoned(errors.no_gradient(self.storage.names[index], self.group.rank))
         if self.sends_gradients:
             member = self._members[index]
             if not member.is_in_bucket():
-                raise poisoned(self.group, errors.moved(member.name, self.group.rank))
+                raise self._poisoned(errors.moved(member.name, self.group.rank))
             if grad is not member.view:
                 self._move_into_bucket(member, grad, may_stay)
         self._is_used[index] = 1
@@ -202,7 +207,7 @@ class Reducer:
             try:
                 is_due = self._machine.ready(index)
             except BaguaError as error:
-                raise poisoned(self.group, errors.ready_twice(self.storage.names[index])) from error
+                raise self._poisoned(errors.ready_twice(self.storage.names[index])) from error
             if is_due:
                 self._zero_copy.release_completed()
                 with self._stream.entered():
@@ -213,7 +218,7 @@ class Reducer:
         instead = "leave it out of torch.cuda.graph(), or pass the model to make_graphed_callables before with_bagua"
         check_not_capturing(self.storage.memory.device, "a backward of the wrapped model began", instead)
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
-            raise poisoned(self.group, errors.in_compiled_autograd(self.group.rank))
+            raise self._poisoned(errors.in_compiled_autograd(self.group.rank))
         self._raise_if_nonfinite()
         if self.algorithm.exchanges == "gradients":
             self._enter_next_stage()
@@ -221,7 +226,7 @@ class Reducer:
         if self._sums:
             self._look_at_sums(first)
             if self._sums:
-                raise poisoned(self.group, errors.summed_twice(self.group.rank))
+                raise self._poisoned(errors.summed_twice(self.group.rank))
         self._machine.begin()
         self._began_at_output = False
         self._stream.begin()
@@ -248,10 +253,10 @@ class Reducer:
         if grad.requires_grad or grad.layout is not torch.strided:
             if grad.requires_grad and not self.synchronises:
                 return  # local, so the graph that create_graph=True asked for stays whole
-            raise poisoned(self.group, errors.refused_gradient(member.name, grad))
+            raise self._poisoned(errors.refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
         if not is_alike and member.parameter.dtype is not member.view.dtype:
-            raise poisoned(self.group, errors.moved(member.name, self.group.rank))
+            raise self._poisoned(errors.moved(member.name, self.group.rank))
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
@@ -267,7 +272,8 @@ class Reducer:
         bucket = self.storage.buckets[index]
         self._zero_copy.launch(bucket)
         self._bucket_group.begin(bucket)
-        self._communicate(bucket, lambda: self.algorithm.communicate(bucket, self._bucket_group))
+        group = self._bucket_groups[bucket.group_index]
+        self._communicate(bucket, lambda: self.algorithm.communicate(bucket, group))
 
     def _resume(self, index: int) -> None:
         bucket = self.storage.buckets[index]
@@ -316,11 +322,16 @@ class Reducer:
         for work in bucket.works:
             work.wait()
         self._zero_copy.finalize(bucket)
+        # The loss is the mean over all ranks, and the gradient of an expert has the contributions of all of them: what
+        # is the mean over its own group is to be their sum, divided by the number of all.
+        size = self.scope.groups[bucket.group_index].size
+        if size != self.group.size and getattr(self.algorithm, "average", True):
+            bucket.flat.mul_(size / self.group.size)
 
     def _send_buffers(self, _: int) -> None:
         if self.buffers is not None and (self.sends_gradients or self._always_broadcasts):
-            for work in self.buffers.start(0 if self.joining is None else self.joining.first_active):
-                self._name(work)
+            for group, work in self.buffers.start(0 if self.joining is None else self.joining.first_active):
+                self._name(work, group)
 
     def _agree_on_use(self, _: int) -> None:
         """Sends which parameters this rank has used, behind the last bucket."""
@@ -354,7 +365,7 @@ class Reducer:
         for index in self._machine.missing():
             member = self._members[index]
             if not member.is_in_bucket():
-                raise poisoned(self.group, errors.moved(member.name, self.group.rank))
+                raise self._poisoned(errors.moved(member.name, self.group.rank))
             grad = member.parameter.grad
             self._missing[index] = member.view.clone() if grad is member.view else None
             if grad is None:
@@ -380,8 +391,8 @@ class Reducer:
         _C.StepMachine.AGREE_ON_ORDER: _agree_on_order,
     }
 
-    def _name(self, work: Work) -> None:
-        self.recorder.add_work(self.group.name, work.core, work.label, is_bucket=False)
+    def _name(self, work: Work, group: ProcessGroup | None = None) -> None:
+        self.recorder.add_work((group or self.group).name, work.core, work.label, is_bucket=False)
 
     # --- end of backward
 
@@ -393,7 +404,7 @@ class Reducer:
         if outcome == _C.StepMachine.INCOMPLETE:
             names, missing = self.storage.names, self._machine.missing()
             error = errors.never_ready(names, missing, self.group.rank, self._began_at_output)
-            raise poisoned(self.group, error)
+            raise self._poisoned(error)
         try:
             with self._stream.at_the_end():
                 self._complete()
@@ -452,15 +463,14 @@ class Reducer:
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
         self._machine.abort()
-        if self.group.size > 1:
-            self.group.poison(
-                Aborted(
-                    f"backward of rank {self.group.rank} raised after it had started {self._machine.num_launched} of "
-                    f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
-                    "process group anew",
-                    rank=self.group.rank,
-                )
+        self._poisoned(
+            Aborted(
+                f"backward of rank {self.group.rank} raised after it had started {self._machine.num_launched} of "
+                f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
+                "process group anew",
+                rank=self.group.rank,
             )
+        )
 
     # --- weights: from the public step hooks of the optimizers --------------------------------
 
@@ -600,7 +610,10 @@ class Reducer:
         return snapshot(self.recorder, events, kept_since_ns, self.storage.buckets, context)
 
     def _algorithm(self, hook: str) -> fatal:
-        return fatal(self.group, hook, self.algorithm.name)
+        return fatal(self.group, hook, self.algorithm.name, self.scope.others)
+
+    def _poisoned(self, error: BaguaError) -> BaguaError:
+        return poisoned(self.group, error, self.scope.others)
 
 
 class _EndOfBackward:

@@ -120,6 +120,7 @@ ORDER = {
     },
     "data_parallel": {
         "errors": BUCKETS,
+        "scope": STEPPING,
         "checks": BUCKETS | {"algorithms"},
         "zero_copy": BUCKETS,
         "states": BUCKETS | {"algorithms"},
