@@ -173,7 +173,9 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
         if training is not None:
             _check_model(inner, training["model"])
             if len(training["optimizers"]) != len(chosen):
-                raise InvalidArgument(f"{folder} holds {len(training['optimizers'])} optimizers, load got {len(chosen)}")
+                raise InvalidArgument(
+                    f"{folder} holds {len(training['optimizers'])} optimizers, load got {len(chosen)}"
+                )
         if missing := sorted(others.keys() - own["others"].keys()):
             raise InvalidArgument(f"{folder} holds {sorted(own['others'])}, but load got {missing}")
         return (own, training), {"the checkpoint": index, "names": sorted(others)}

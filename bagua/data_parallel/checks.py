@@ -42,9 +42,7 @@ def describe_model(
     return described
 
 
-def _named(
-    tensors: Iterable[tuple[str, torch.Tensor]], ignored: Collection[str]
-) -> Iterable[tuple[str, torch.Tensor]]:
+def _named(tensors: Iterable[tuple[str, torch.Tensor]], ignored: Collection[str]) -> Iterable[tuple[str, torch.Tensor]]:
     return ((name, tensor) for name, tensor in tensors if name not in ignored)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,6 @@ from bagua.data_parallel.errors import fatal
 from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.reducer import Reducer
 from bagua.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from bagua.data_parallel.handle import BaguaHandle
 
 __all__ = ["join"]
 
@@ -92,14 +88,13 @@ class Joining:
 
 
 @contextlib.contextmanager
-def join(handle: BaguaHandle, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+def join(reducer: Reducer, model: torch.nn.Module, divide_by_initial_world_size: bool = True) -> Iterator[None]:
     """Runs a block of training on every rank, however many batches each has; see ``BaguaHandle.join``."""
-    reducer = handle.reducer
-    handle.group.check()
-    if handle.algorithm.exchanges != "gradients":
+    reducer.group.check()
+    if reducer.algorithm.exchanges != "gradients":
         raise InvalidArgument(
-            f"join is for algorithms that exchange gradients; {handle.algorithm.name!r} exchanges weights, so give all "
-            "ranks the same number of batches"
+            f"join is for algorithms that exchange gradients; {reducer.algorithm.name!r} exchanges weights, so give "
+            "all ranks the same number of batches"
         )
     if reducer.scope.others:
         raise InvalidArgument(
@@ -111,13 +106,13 @@ def join(handle: BaguaHandle, divide_by_initial_world_size: bool = True) -> Iter
     joining = reducer.joining = Joining(reducer, divide_by_initial_world_size)
     try:
         yield
-        with fatal(handle.group, "join"):
-            is_uneven = any(handle.group.all_gather_plain(joining.shadow()))
+        with fatal(reducer.group, "join"):
+            is_uneven = any(reducer.group.all_gather_plain(joining.shadow()))
             last = joining.first_active
             if is_uneven:
-                states = OptimizerStates(reducer.training.optimizers, handle.module, reducer.scope, last)
+                states = OptimizerStates(reducer.training.optimizers, model, reducer.scope, last)
                 states.receive()
-                broadcast_model(handle.module, reducer.scope, last)
+                broadcast_model(model, reducer.scope, last)
                 states.take_over()
     finally:
         reducer.joining = None

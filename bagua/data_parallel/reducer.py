@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,8 +45,15 @@ from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
 from bagua.profiler.timeline import Timeline, snapshot
 
-if TYPE_CHECKING:
-    from bagua.data_parallel.join import Joining
+
+class Joining(Protocol):
+    """What ``join.py`` has the reducer call, inside a ``join``."""
+
+    first_active: int
+
+    def before_forward(self, is_training: bool) -> None: ...
+
+    def after_backward(self) -> None: ...
 
 
 class Reducer:

@@ -55,7 +55,10 @@ class Scope:
         self.group = group
         self.patterns = (tuple(ignore), tuple(groups))
         self.groups = (group, *(_group_for(pattern, one, group) for pattern, one in groups.items()))
-        self._parts = [*((pattern, IGNORED) for pattern in ignore), *zip(groups, range(1, len(self.groups)), strict=True)]
+        self._parts = [
+            *((pattern, IGNORED) for pattern in ignore),
+            *zip(groups, range(1, len(self.groups)), strict=True),
+        ]
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         self._check_matches(names if self._parts else [])
         own = [p for name, p in model.named_parameters() if p.requires_grad and self.part_of(name) == 0]

@@ -104,6 +104,7 @@ ORDER = {
         "bootstrap": CORE | {"net"},
         "world": CONFIG | {"net"},
         "collectives": CONFIG | {"codecs"},
+        "exchange_rows": CONFIG | {"codecs"},
         "coded_reductions": CORE | {"codecs"},
         "preemption": ERRORS,
         "__init__": set(),
