@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE # without what pytest keeps, each of its proces
 
 # Folders are named too: their time changes when a file is added or removed.
 NATIVE_SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc rust_core -path rust_core/target -prune -o \
-  \( -type d -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.rs' -o -name 'Cargo.*' \) -print)
+  \( -type d -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.map' -o -name '*.rs' -o -name 'Cargo.*' \) -print)
 NATIVE := $(DEV)/native$(if $(filter 1,$(BAGUA_CUDA)),_cuda).stamp
 ifeq ($(wildcard bagua/_C*.so),)
 .PHONY: $(NATIVE)
@@ -33,7 +33,7 @@ TIMED = -m "not slow and timed" $(TWO_PROCESSES) $$(grep -rl --include='test_*.p
 TIMES ?= 1
 PORT ?= 8000
 
-.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench bench-gpu sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint setup-docs docs docs-serve clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package wheels wheel-test lint format bench bench-gpu sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint setup-docs docs docs-serve clean
 # Whatever -j says: two targets that set up would change .venv at once.
 ifndef IS_BESIDE
 .NOTPARALLEL:
@@ -50,6 +50,7 @@ test: test-native ## Rust, C++ and Python tests but the slow ones
 	$(PYTEST) $(TIMED)
 
 test-all: test-native ## all tests, the slow ones and the examples too
+	@bash scripts/setup.sh --ray
 	$(PYTEST) -m "not timed" $(PARALLEL)
 	$(PYTEST) -m "timed" $(TWO_PROCESSES)
 
@@ -79,6 +80,13 @@ docs-serve: docs ## the site at http://127.0.0.1:8000, PORT=8000
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves
 	$(PY) -m pytest tests/structure/test_package.py
+
+wheels: setup-build ## manylinux wheels into dist/, for every Python on PATH; PYTHONS="..." names others; BAGUA_CUDA=1: with CUDA
+	@bash scripts/wheels.sh $(PYTHONS)
+
+wheel-test: setup ## a manylinux wheel for .venv's Python, and the quick start from it where there is no compiler
+	@bash scripts/wheels.sh $(PY)
+	@bash scripts/wheel_test.sh
 
 lint: setup-lint ## ruff, clang-format, cargo fmt, clippy
 	@bash scripts/lint.sh

@@ -44,7 +44,8 @@ _MAX_TOKEN_BYTES = 4096
 _MIN_SIMILARITY = 0.72
 
 _LAUNCH_HELP = (
-    "start the program with `bagua run --nproc-per-node N script.py` or `torchrun --nproc-per-node N script.py`"
+    "start the program with `bagua run --nproc-per-node N script.py` or `torchrun --nproc-per-node N script.py`; for "
+    "Slurm, Kubernetes and mpirun see docs/launching.md"
 )
 
 

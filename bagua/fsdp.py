@@ -209,8 +209,8 @@ def compress(
         codec: any of ``bagua.codecs.available()``, with its options; "bf16" halves what float32 sends.
         error_feedback: what the codes of a step leave out is added to what the next step encodes. For replicas it takes
             2 (1 + 1/n) float32 copies of this rank's shards, for a reduce-scatter two of all gradients.
-        replicate: the ranks that hold the same shards: a DeviceMesh with one dimension, such as ``mesh["dp_replicate"]``,
-            or a group.
+        replicate: the ranks that hold the same shards: a group, or a DeviceMesh with one dimension, such as
+            ``mesh["dp_replicate"]``.
         shard_codec: with ``replicate``, a codec for the reduce-scatter too; None: torch's own.
 
     Returns:
@@ -255,7 +255,10 @@ def _units_of(model: torch.nn.Module) -> list[_Unit]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        for param_group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        # Torch until 2.12 has one at most.
+        param_groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for param_group in filter(None, param_groups):
             units.setdefault(id(param_group), _Unit(len(units), name, module, param_group))
     if not units:
         raise InvalidArgument("no module of the model is under fully_shard; call it first, on the layers and the model")
@@ -268,7 +271,9 @@ def _units_of(model: torch.nn.Module) -> list[_Unit]:
                 "and pass the other one, replicate=mesh['dp_replicate']"
             )
         if unit.shard_group is not found[0].shard_group:
-            raise InvalidArgument(f"{unit.name} and {found[0].name} are sharded on different meshes; compress each alone")
+            raise InvalidArgument(
+                f"{unit.name} and {found[0].name} are sharded on different meshes; compress each alone"
+            )
         if any(parameter.is_meta for parameter in unit.parameters):
             raise InvalidArgument(f"{unit.name} has parameters on 'meta'; call to_empty and initialise them first")
     return found

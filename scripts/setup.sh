@@ -6,7 +6,7 @@
 #   scripts/setup.sh --build   only what compiling needs, so that make can compile while pip unpacks PyTorch
 #   scripts/setup.sh --tests   what running needs, and GoogleTest
 #   scripts/setup.sh --lint    what running needs, and rustfmt and clippy
-#   scripts/setup.sh --docs    what running needs, and Sphinx
+#   scripts/setup.sh --docs    what running needs, and Sphinx; --ray: and Ray
 #
 # Options combine; with --build, Python packages that only running needs are left out.
 #
@@ -89,8 +89,10 @@ if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
   BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[dev]' || fail "pip failed; its output is above."
   echo "$wanted" >.venv/bagua.stamp
 fi
-if asked_for --docs && [ "$(cat .venv/bagua_docs.stamp 2>/dev/null)" != "$wanted" ]; then
-  echo "set-up: installing Sphinx into .venv"
-  BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[docs]' || fail "pip failed; its output is above."
-  echo "$wanted" >.venv/bagua_docs.stamp
-fi
+for extra in docs ray; do # what only `make docs` and `make test-all` need
+  if asked_for --$extra && [ "$(cat .venv/bagua_$extra.stamp 2>/dev/null)" != "$wanted" ]; then
+    echo "set-up: installing the extra '$extra' into .venv"
+    BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable ".[$extra]" || fail "pip failed; its output is above."
+    echo "$wanted" >.venv/bagua_$extra.stamp
+  fi
+done

@@ -180,7 +180,11 @@ def _add_replay(commands: Any) -> None:
     option("--hosts", nargs="+", type=int, help="how many (4)")
     option("--ranks-per-host", type=int, help="how many (1)")
     option("--scale", type=float, default=1.0, help="of the tensors' sizes (1)")
-    option("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, ddp_minmax_uint8, or an algorithm, with options; all of them")
+    option(
+        "--systems",
+        nargs="+",
+        help="ddp, ddp_fp16, ddp_bf16, ddp_minmax_uint8, or an algorithm, with options; all of them",
+    )
     option("--congestion", default="", help="TCP's congestion control, for DDP and bagua (as they come)")
     option("--turns", type=int, default=1, help="how often all systems are measured, one after the other (1)")
     option("--quick", action="store_true", help="few samples: to see that it works")

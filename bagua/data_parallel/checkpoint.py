@@ -1,12 +1,12 @@
 """save and load: a wrapped model, its optimizers and what its algorithm remembers, in one folder; both collective.
 
-Beside the data path. Invariant: a folder holds a whole checkpoint at every moment. Files carry the number of their save;
-``checkpoint.json``, which names it, is replaced when all ranks have written theirs, and older files are deleted then.
+Beside the data path. Invariant: a folder holds a whole checkpoint at every moment. Files carry the number of their
+save; ``checkpoint.json``, which names it, is replaced when all ranks have written theirs, and older files are deleted.
 
 Where gradients are exchanged, model and optimizers are equal, and rank 0 writes them; otherwise, and where ranks have
-experts of their own (``ignore``, ``groups``), every rank its own. What an algorithm remembers is in a file per rank. On
+experts of their own (``ignore``, ``groups``), every rank its own. A file per rank has what its algorithm remembers. On
 another number of ranks weights and moments are the mean of all files', and residuals are shared out so that what is
-still to be sent stays the same; experts of their own stay on as many ranks.
+still to be sent stays the same; experts are loaded on as many ranks as saved them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
-from bagua.algorithms import Algorithm
 from bagua.data_parallel.checks import is_sharded, optimizers_in
 from bagua.data_parallel.errors import fatal
 from bagua.data_parallel.handle import BaguaHandle, check_state, handle_of
 from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.wrap import Optimizers
-from bagua.distributed.checkpoints import writer_of
 from bagua.distributed.consensus import agree
-from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 from bagua.files import replace_file
 
@@ -165,7 +163,7 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
             own = _read(folder, f"rank{group.rank}", number)
         else:
             states = [_read(folder, f"rank{rank}", number) for rank in range(num_ranks)]
-            own = _merged(states, group, handle.algorithm)
+            own = _merged(states, handle)
         training = None if are_equal else own
         if are_equal and group.rank == 0:
             training = _read(folder, "model", number)
@@ -290,71 +288,20 @@ def _check_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 # --- another number of ranks
 
 
-def _merged(states: Sequence[dict[str, Any]], group: ProcessGroup, algorithm: Algorithm) -> dict[str, Any]:
+def _merged(states: Sequence[dict[str, Any]], handle: BaguaHandle) -> dict[str, Any]:
     """Returns the file of this rank that stands for those of all ranks of a checkpoint."""
-    first = states[0]
-    handles = [state["bagua"] for state in states]
-    merged = {key: first[key] for key in first if key in ("others",)}
+    merged = {"others": states[0]["others"], "bagua": handle.state_of_all([state["bagua"] for state in states])}
     for key in ("model", "optimizers"):
-        if key in first:
-            merged[key] = _mean([state[key] for state in states])
-    merged["bagua"] = {
-        **handles[0],
-        "state": algorithm.state_of_all([handle["state"] for handle in handles]),
-        "parameters": _shared_out([handle["parameters"] for handle in handles], group, algorithm),
-    }
+        if key in states[0]:
+            merged[key] = pytree.tree_map(_mean, *(state[key] for state in states))
     return merged
 
 
-def _mean(trees: Sequence[Any]) -> Any:
-    """Returns the mean of the floating tensors of several trees; all else is that of the first."""
-    first = trees[0]
-    if isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex()):
-        total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-        for tree in trees:
-            total += tree
-        return (total / len(trees)).to(first.dtype)
-    if isinstance(first, Mapping):
-        return {key: _mean([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_mean(both) for both in zip(*trees, strict=True))
-    return first
-
-
-def _shared_out(states: Sequence[dict[str, Any]], group: ProcessGroup, algorithm: Algorithm) -> dict[str, Any]:
-    """Returns this rank's ``ParameterStates.state_dict`` for those of all ranks of a checkpoint.
-
-    The ranks' residuals count in the result as their sum, or as their mean where the gradients are averaged. Owners'
-    residuals count in it as they are, whoever owns them.
-    """
-    described = algorithm.parameter_state()
-    if not described:
-        return states[0]
-    num_encoders = len(group.nodes.leaders) if getattr(algorithm, "hierarchical", False) else group.size
-    share = (group.size / len(states) if getattr(algorithm, "average", True) else 1.0) / num_encoders
-    merged: dict[str, Any] = {}
-    for name, one in described.items():
-        saved = [state["states"][name] for state in states]
-        parameters: dict[str, torch.Tensor] = dict(saved[0]["parameters"])
-        if one.is_scaled:
-            known = {key for of_rank in saved for key in of_rank["parameters"]}
-            held = {key: [of_rank["parameters"].get(key) for of_rank in saved] for key in known}
-            parameters = {
-                key: (sum(value.float() for value in values if value is not None) * share).to(one.dtype)
-                for key, values in held.items()
-            }
-        stripes = {}
-        for index, (_, numel, stripe) in saved[0]["stripes"].items():
-            whole = torch.zeros(numel, dtype=stripe.dtype)
-            for of_rank in saved:
-                begin, _, part = of_rank["stripes"][index]
-                whole[begin : begin + part.numel()] = part
-            stripes[index] = (0, numel, whole if group.rank == 0 else whole[:0])
-        merged[name] = {
-            "dtype": saved[0]["dtype"],
-            "parameters": parameters,
-            "stripes": stripes,
-            "owners": saved[0]["owners"],
-            "num_values": len(parameters) + len(stripes) + len(saved[0]["owners"]),
-        }
-    return {"place": writer_of(group), "states": merged}
+def _mean(first: Any, *others: Any) -> Any:
+    """Returns the mean of floating tensors; anything else is the first."""
+    if not isinstance(first, torch.Tensor) or not (first.is_floating_point() or first.is_complex()):
+        return first
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for other in others:
+        total += other
+    return (total / (1 + len(others))).to(first.dtype)

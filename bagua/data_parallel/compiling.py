@@ -20,8 +20,8 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """Returns a backend for ``torch.compile`` that keeps communication and backward overlapping.
 
-    The model's graph is cut where a bucket of gradients ends, and ``backend`` compiles the parts. It serves a model that
-    is compiled before or after ``with_bagua``.
+    The model's graph is cut where a bucket of gradients ends, and ``backend`` compiles the parts. The model may be
+    compiled before or after ``with_bagua``.
 
     Args:
         backend: the name of a backend of torch.compile, or the backend itself.

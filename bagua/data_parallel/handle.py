@@ -194,9 +194,33 @@ class BaguaHandle:
             "parameters": self.reducer.states.state_dict(),
         }
 
+    def state_of_all(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns what this rank loads from a checkpoint of another number of ranks; local.
+
+        Residuals are shared out so that what is still to be sent stays the same; where weights are exchanged all ranks
+        are taken to begin with equal ones, such as their mean.
+
+        Args:
+            states: what ``state_dict`` returned on all ranks, by rank, their tensors on the CPU.
+
+        Raises:
+            InvalidArgument: they are of another algorithm or model.
+        """
+        for state in states:
+            check_state(state, self)
+        algorithm, group = self.algorithm, self.group
+        num_encoders = len(group.nodes.leaders) if getattr(algorithm, "hierarchical", False) else group.size
+        parameters = [state["parameters"] for state in states]
+        averages = getattr(algorithm, "average", True)
+        return {
+            **states[0],
+            "state": algorithm.state_of_all([state["state"] for state in states]),
+            "parameters": self.reducer.states.state_of_all(parameters, num_encoders, averages),
+        }
+
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what ``state_dict`` returned; collective.
+        """Restores what ``state_dict``, or ``state_of_all``, returned; collective.
 
         Raises:
             InvalidArgument: it belongs to another algorithm or model, or the ranks load different states; on all ranks,

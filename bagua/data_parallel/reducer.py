@@ -47,7 +47,7 @@ from bagua.profiler.timeline import Timeline, snapshot
 
 
 class Joining(Protocol):
-    """What ``join.py`` has the reducer call, inside a ``join``."""
+    """The state of a ``join``, which the reducer calls."""
 
     first_active: int
 
@@ -102,7 +102,7 @@ class Reducer:
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._bucket_group.checks_results = raises_nonfinite or self.states.are_described
-        # By ``Bucket.group_index``.
+        # Buckets find theirs by ``group_index``.
         others = [BucketGroup(one, _Record(self.recorder, self.groups), self._bucket_group) for one in scope.others]
         self._bucket_groups = (self._bucket_group, *others)
         self.training = Training(self._bucket_group, tuple(optimizers))

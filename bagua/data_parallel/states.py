@@ -246,6 +246,46 @@ class ParameterStates:
             saved["num_values"] = _num_values(saved)
         return {"place": writer_of(self._group), "states": states}
 
+    def state_of_all(self, states: Sequence[Mapping[str, Any]], num_encoders: int, averages: bool) -> dict[str, Any]:
+        """Returns this rank's ``state_dict`` in the place of those of all ranks of a checkpoint.
+
+        What ranks contribute counts in the result as their sum, or as their mean: it is shared out among those that
+        encode now. Owners' residuals count as they are, whoever owns them.
+
+        Args:
+            states: of all ranks of another number, by rank.
+            num_encoders: the ranks that encode here.
+            averages: the result is a mean over the ranks.
+        """
+        if any(state.get("states", {}).keys() != self._described.keys() for state in states):
+            return dict(states[0])  # which load_state_dict refuses, and says why
+        share = (self._group.size / len(states) if averages else 1.0) / num_encoders
+        merged: dict[str, Any] = {}
+        for name, described in self._described.items():
+            saved = [state["states"][name] for state in states]
+            parameters = dict(saved[0]["parameters"])
+            if described.is_scaled:
+                held: dict[str, list[torch.Tensor]] = {}
+                for of_rank in saved:
+                    for parameter, value in of_rank["parameters"].items():
+                        held.setdefault(parameter, []).append(value.float())
+                parameters = {key: (sum(values) * share).to(described.dtype) for key, values in held.items()}
+            stripes = {}
+            for index, (_, numel, stripe) in saved[0]["stripes"].items():
+                whole = torch.zeros(numel, dtype=stripe.dtype)
+                for of_rank in saved:
+                    begin, _, part = of_rank["stripes"][index]
+                    whole[begin : begin + part.numel()] = part
+                stripes[index] = (0, numel, whole if self._group.rank == 0 else whole[:0])
+            merged[name] = one = {
+                "dtype": saved[0]["dtype"],
+                "parameters": parameters,
+                "stripes": stripes,
+                "owners": saved[0]["owners"],
+            }
+            one["num_values"] = _num_values(one)
+        return {"place": writer_of(self._group), "states": merged} if merged else {}
+
     def load_state_dict(self, state: Mapping[str, Any], algorithm_name: str, buckets: Sequence[Bucket]) -> None:
         """Restores what ``state_dict`` returned on this rank; ``lay_out`` of ``buckets``, as it had them, follows.
 

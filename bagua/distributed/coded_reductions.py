@@ -133,7 +133,8 @@ class CodedReductions:
         theirs = (state["codec"], state["error_feedback"])
         if theirs != ours:
             raise InvalidArgument(
-                f"the state is of codec={theirs[0]!r}, error_feedback={theirs[1]}, here they are {ours[0]!r} and {ours[1]}"
+                f"the state is of codec={theirs[0]!r}, error_feedback={theirs[1]}; here they are {ours[0]!r} and "
+                f"{ours[1]}"
             )
         check_writer(state["writer"], group, "residuals")
         self._num_calls = {int(key): int(num) for key, num in state["num_calls"].items()}

@@ -1,8 +1,8 @@
 """The measurements of a rank: one model under every system, torch's and ours, and the times when gradients are ready.
 
 A system is written as on the command line: `ddp`, `ddp_fp16`, `ddp_bf16`, `ddp_minmax_uint8` (bagua.ddp.comm_hook), or
-an algorithm, with options: `qsgd:bits=4`, `ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing, as
-a device would run it; only `qadam` has its own, whose time counts. With the option `overlap=False` an algorithm that
+an algorithm, with options: `qsgd:bits=4`, `ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing,
+as a device would run it; only `qadam` has its own, whose time counts. With the option `overlap=False` an algorithm that
 exchanges gradients copies them into its buckets and begins when backward has ended.
 """
 

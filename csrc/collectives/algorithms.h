@@ -40,9 +40,9 @@ void require_splits(const GroupView& group, const std::vector<size_t>& input_spl
 
 // A residual from its element `begin` on; off where it is off.
 kernels::Residual residual_from(const kernels::Residual& residual, size_t begin);
-// Encodes one tile of values with their residual, and keeps what the codes do not say. Returns the number of blocks that
-// held a NaN or Inf. The CPU computes in `totals` and `decoded`, a tile of f32 each; `decoded` may be `values`, whose
-// content is then lost.
+// Encodes one tile of values with their residual, and keeps what the codes do not say. Returns the number of blocks
+// that held a NaN or Inf. The CPU computes in `totals` and `decoded`, a tile of f32 each; `decoded` may be `values`,
+// whose content is then lost.
 size_t encode_with_residual(const Codec& codec, const void* values, DType dtype, const kernels::Residual& residual,
                             size_t numel, uint8_t* bytes, CounterRng rng, float* totals, float* decoded, Stream stream);
 

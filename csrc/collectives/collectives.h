@@ -138,7 +138,8 @@ void barrier(Context& context);
 // rank ends with does not depend on where it stands, and broadcast and all_gather leave all ranks bit-equal. numel as
 // above, splits in elements. World size 1 moves the data as it is. Each returns the number of blocks of this rank's
 // input that held a NaN or Inf.
-// With feedback the worker's residual, of all blocks of `input`, is added to them and renewed; the owner encodes nothing.
+// With feedback the worker's residual, of all blocks of `input`, is added to them and renewed; the owner encodes
+// nothing.
 size_t compressed_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype,
                                  ReduceOp op, const Codec& codec, const Feedback& feedback = {});
 size_t compressed_all_gather(Context& context, const void* input, void* output, size_t numel, DType dtype,

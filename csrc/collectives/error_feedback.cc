@@ -1,5 +1,5 @@
-// Error feedback of one encoding: what it loses is added to what is encoded next. A part of the compressed all_reduce and
-// reduce_scatter; on a device one kernel (kernels/fused.h), on the CPU several passes over a tile in its cache.
+// Error feedback of one encoding: what it loses is added to what is encoded next. A part of the compressed all_reduce
+// and reduce_scatter; on a device one kernel (kernels/fused.h), on the CPU several passes over a tile in its cache.
 #include "csrc/collectives/algorithms.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/subtract.h"

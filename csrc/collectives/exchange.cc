@@ -91,9 +91,8 @@ void PairwiseExchange::encode(Range range, Range chunk, uint8_t* bytes) {
   auto* totals = reinterpret_cast<float*>(context_.workspace.get(kTotals, 2 * tile_numel * sizeof(float)));
   for_each_tile(chunk.numel, granule, context_.stream, [&](size_t begin, size_t numel) {
     num_nonfinite_blocks_ += encode_with_residual(
-        *options_.codec, at(values, begin, item), options_.dtype,
-        residual_from(options_.residual, chunk.begin + begin), numel, bytes + wire_bytes(begin),
-        {rng.key, rng.first + begin}, totals, totals + tile_numel, context_.stream);
+        *options_.codec, at(values, begin, item), options_.dtype, residual_from(options_.residual, chunk.begin + begin),
+        numel, bytes + wire_bytes(begin), {rng.key, rng.first + begin}, totals, totals + tile_numel, context_.stream);
   });
 }
 

@@ -33,7 +33,8 @@ struct ExchangeOptions {
   // Gives, where set, the values to encode: called once per chunk of `input`, which it may read; valid until the next
   // call.
   std::function<const void*(Range chunk)> prepare = {};
-  // Under a codec, where it is on: of all of `input`, which is added to it and renewed. The codes are then those of f32.
+  // Under a codec, where it is on: of all of `input`, which is added to it and renewed. The codes are then those of
+  // f32.
   kernels::Residual residual = {};
 };
 

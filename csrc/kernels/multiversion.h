@@ -5,24 +5,20 @@
 //
 // Kernels must give the same bits on every instruction set, so their files are compiled with
 // -ffp-contract=off (an FMA would round once where the baseline rounds twice); test_kernels_clones.cc
-// compares the bodies. Off where ifunc is missing (aarch64, whose baseline is NEON already), clashes
-// (sanitizers) or does not know these names (clang).
+// compares the bodies. Off where ifunc is missing (aarch64, whose baseline is NEON already) or clashes (sanitizers).
 #pragma once
 
 #if defined(BAGUA_MULTIVERSION)
 // A test has pinned one instruction set.
-#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(BAGUA_NO_MULTIVERSION)
+#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__) && !defined(BAGUA_NO_MULTIVERSION)
 #define BAGUA_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-// Two bodies of one function, written by hand where the vectoriser has no word for an instruction.
-#define BAGUA_TARGET_BASELINE __attribute__((target("default")))
-#define BAGUA_TARGET_V3 __attribute__((target("arch=x86-64-v3")))
+// A second body, written by hand where the vectoriser has no word for an instruction. Its caller asks BAGUA_HAS_V3:
+// clang cannot dispatch two bodies of one name by a level.
+#define BAGUA_TARGET_V3 __attribute__((target("avx2,f16c")))
+#define BAGUA_HAS_V3 __builtin_cpu_supports("x86-64-v3")
 #else
 #define BAGUA_MULTIVERSION
-#endif
-
-#if !defined(BAGUA_TARGET_V3)
-#define BAGUA_TARGET_BASELINE BAGUA_MULTIVERSION  // the only body by hand
 #endif
 
 // The arithmetic of an element (arithmetic/), which both backends share, is compiled for the GPU, too.

@@ -2,8 +2,8 @@
 
 import copy
 import os
-import signal
 import shutil
+import signal
 
 import pytest
 import torch

@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "amp": {"data_parallel.handle", "distributed.process_group", "distributed.world"},
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.reducer"},
     "replay": CONFIG | {"files"},  # and public names, of `import bagua`
+    "integrations": set(),  # likewise
     "cli": CORE | {"net", "distributed", "replay", "profiler.report", "profiler.chrome_trace", "torch_backend"},
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
@@ -160,12 +161,13 @@ THIRD_PARTY = {
     "metrics": {"torch", "prometheus_client"},
     "federated": {"torch", "numpy", "cryptography", "dp_accounting", "flwr"},
     "replay": {"torch", "matplotlib"},
+    "integrations": {"torch", "accelerate", "lightning", "ray", "transformers"},
 }
 THIRD_PARTY_DEFAULT = {"torch", "numpy"}
 # The files that export the public names.
 FACADE = {"__init__", "_public"}
 # Files that use public names only: `import bagua`, and only names of its __all__.
-ON_PUBLIC_NAMES = {"replay"}
+ON_PUBLIC_NAMES = {"replay", "integrations"}
 
 
 def module_name(path):

@@ -1,9 +1,11 @@
 """The sdist holds what a build needs, the wheel what a user needs, and neither anything else."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -89,3 +91,46 @@ def test_the_wheel_works_where_nothing_else_of_bagua_is(wheel, tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
     assert str(target) in done.stdout
+
+
+@pytest.fixture
+def chosen_cuda(monkeypatch):
+    """Returns chosen_cuda of setup.py, and sets BAGUA_CUDA for it, by default as if unset."""
+    import setuptools
+
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    choose = runpy.run_path(str(ROOT / "setup.py"))["chosen_cuda"]
+
+    def chosen(choice=None):
+        monkeypatch.delenv("BAGUA_CUDA", raising=False)
+        if choice is not None:
+            monkeypatch.setenv("BAGUA_CUDA", choice)
+        return choose()
+
+    return chosen
+
+
+def test_the_build_has_cuda_only_if_the_installed_torch_has(chosen_cuda):
+    import torch
+
+    assert chosen_cuda() == ("0" if torch.version.cuda is None else "auto")
+    assert [chosen_cuda(choice) for choice in ("0", "1")] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("version", "chosen"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "0"),
+        ("cuda = None\n", "0"),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "auto"),
+        (None, "auto"),
+    ],
+    ids=["CPU", "older CPU", "CUDA", "no torch"],
+)
+def test_cuda_is_chosen_by_the_version_of_torch(chosen_cuda, version, chosen, monkeypatch, tmp_path):
+    """The build in isolation of `pip install .` cannot import torch, and reads its version where it is installed."""
+    if version is not None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch/version.py").write_text(version)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert chosen_cuda() == chosen

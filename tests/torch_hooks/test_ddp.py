@@ -1,4 +1,4 @@
-"""bagua.ddp.comm_hook under torch's DDP on gloo: the definition of a compressed mean in plain loops, state, NaN, errors."""
+"""bagua.ddp.comm_hook under torch's DDP on gloo: the definition in plain loops, state, NaN, and what is refused."""
 
 import contextlib
 

@@ -19,7 +19,7 @@ constexpr size_t kLineBytes = 64;
 
 // Whole cache lines; `to` is at the start of one, `from` has any alignment (the casts say nothing about it: loadu).
 #if defined(BAGUA_TARGET_V3)
-BAGUA_TARGET_V3 void stream_lines(uint8_t* to, const uint8_t* from, size_t num_lines) {
+BAGUA_TARGET_V3 void stream_lines_v3(uint8_t* to, const uint8_t* from, size_t num_lines) {
   for (size_t i = 0; i < num_lines; ++i, to += kLineBytes, from += kLineBytes) {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + 1);
@@ -30,7 +30,7 @@ BAGUA_TARGET_V3 void stream_lines(uint8_t* to, const uint8_t* from, size_t num_l
 }
 #endif
 
-BAGUA_TARGET_BASELINE void stream_lines(uint8_t* to, const uint8_t* from, size_t num_lines) {
+void stream_lines_baseline(uint8_t* to, const uint8_t* from, size_t num_lines) {
 #if defined(__x86_64__)
   for (size_t i = 0; i < num_lines; ++i, to += kLineBytes, from += kLineBytes) {
     const auto* line = reinterpret_cast<const __m128i*>(from);
@@ -46,6 +46,13 @@ BAGUA_TARGET_BASELINE void stream_lines(uint8_t* to, const uint8_t* from, size_t
 #else
   std::memcpy(to, from, num_lines * kLineBytes);
 #endif
+}
+
+void stream_lines(uint8_t* to, const uint8_t* from, size_t num_lines) {
+#if defined(BAGUA_TARGET_V3)
+  if (BAGUA_HAS_V3) return stream_lines_v3(to, from, num_lines);
+#endif
+  stream_lines_baseline(to, from, num_lines);
 }
 
 }  // namespace

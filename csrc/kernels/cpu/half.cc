@@ -24,17 +24,17 @@ BAGUA_MULTIVERSION void narrow_bf16(const float* __restrict source, unaligned_u1
 
 namespace {
 
-BAGUA_TARGET_BASELINE void widen(const unaligned_u16* __restrict source, float* __restrict destination, size_t numel) {
+void widen_baseline(const unaligned_u16* __restrict source, float* __restrict destination, size_t numel) {
   for (size_t i = 0; i < numel; ++i) destination[i] = f16_to_f32(source[i]);
 }
 
-BAGUA_TARGET_BASELINE void narrow(const float* __restrict source, unaligned_u16* __restrict destination, size_t numel) {
+void narrow_baseline(const float* __restrict source, unaligned_u16* __restrict destination, size_t numel) {
   for (size_t i = 0; i < numel; ++i) destination[i] = f32_to_f16(source[i]);
 }
 
 #if defined(BAGUA_TARGET_V3)
 
-BAGUA_TARGET_V3 void widen(const unaligned_u16* __restrict source, float* __restrict destination, size_t numel) {
+BAGUA_TARGET_V3 void widen_v3(const unaligned_u16* __restrict source, float* __restrict destination, size_t numel) {
   size_t i = 0;
   for (; i + 8 <= numel; i += 8) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
@@ -43,7 +43,7 @@ BAGUA_TARGET_V3 void widen(const unaligned_u16* __restrict source, float* __rest
   for (; i < numel; ++i) destination[i] = f16_to_f32(source[i]);
 }
 
-BAGUA_TARGET_V3 void narrow(const float* __restrict source, unaligned_u16* __restrict destination, size_t numel) {
+BAGUA_TARGET_V3 void narrow_v3(const float* __restrict source, unaligned_u16* __restrict destination, size_t numel) {
   size_t i = 0;
   for (; i + 8 <= numel; i += 8) {
     const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
@@ -56,9 +56,18 @@ BAGUA_TARGET_V3 void narrow(const float* __restrict source, unaligned_u16* __res
 
 }  // namespace
 
-// Wrappers, because only a caller that sees both bodies is dispatched: from another file the plain name
-// means the baseline.
-void widen_f16(const unaligned_u16* source, float* destination, size_t numel) { widen(source, destination, numel); }
-void narrow_f16(const float* source, unaligned_u16* destination, size_t numel) { narrow(source, destination, numel); }
+void widen_f16(const unaligned_u16* source, float* destination, size_t numel) {
+#if defined(BAGUA_TARGET_V3)
+  if (BAGUA_HAS_V3) return widen_v3(source, destination, numel);
+#endif
+  widen_baseline(source, destination, numel);
+}
+
+void narrow_f16(const float* source, unaligned_u16* destination, size_t numel) {
+#if defined(BAGUA_TARGET_V3)
+  if (BAGUA_HAS_V3) return narrow_v3(source, destination, numel);
+#endif
+  narrow_baseline(source, destination, numel);
+}
 
 }  // namespace bagua::kernels::cpu

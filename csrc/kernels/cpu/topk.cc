@@ -27,9 +27,11 @@ BAGUA_INLINE uint32_t magnitude_of(float value) { return std::bit_cast<uint32_t>
 struct alignas(64) Keys {
   int16_t of[kBlockNumel];
 
-  // `limit` fits in a key, which the vectoriser has to see, and so does a count.
+  // `limit` fits in a key, which the vectoriser has to see, and so does a count. clang, which derives that the narrow
+  // limit is `limit`, would widen the keys, so the value is hidden from it.
   BAGUA_INLINE int num_at_least(int limit) const {
-    const auto narrow_limit = static_cast<int16_t>(limit);
+    auto narrow_limit = static_cast<int16_t>(limit);
+    asm("" : "+r"(narrow_limit));
     int16_t count = 0;
     for (size_t i = 0; i < kBlockNumel; ++i) count = static_cast<int16_t>(count + (of[i] >= narrow_limit));
     return count;
