@@ -94,8 +94,19 @@ def ready_twice(name: str) -> InvalidArgument:
     )
 
 
-def summed_twice(rank: int) -> InvalidArgument:
-    """The error of a second backward on gradients that are sums of all ranks' already."""
+def summed_twice(rank: int, are_means: bool) -> InvalidArgument:
+    """The error of a second backward on gradients that are sums of all ranks' already.
+
+    Args:
+        are_means: only those of experts are sums.
+    """
+    if are_means:
+        return InvalidArgument(
+            f"rank {rank}: the gradients of experts (groups=) are those of an earlier backward, already divided by the "
+            "number of all ranks, and exchanged again they would be divided twice. Call zero_grad() between two "
+            "synchronising backwards, or have all but the last inside no_sync()",
+            rank=rank,
+        )
     return InvalidArgument(
         f"rank {rank}: gradients are the sums over all ranks (average=False) of an earlier backward, and summed again "
         "they would count once for each rank. Call zero_grad() between two synchronising backwards, have all "

@@ -233,7 +233,8 @@ class Reducer:
         if self._sums:
             self._look_at_sums(first)
             if self._sums:
-                raise self._poisoned(errors.summed_twice(self.group.rank))
+                are_means = bool(self.scope.others) and getattr(self.algorithm, "average", True)
+                raise self._poisoned(errors.summed_twice(self.group.rank, are_means))
         self._machine.begin()
         self._began_at_output = False
         self._stream.begin()
@@ -329,11 +330,18 @@ class Reducer:
         for work in bucket.works:
             work.wait()
         self._zero_copy.finalize(bucket)
-        # The loss is the mean over all ranks, and the gradient of an expert has the contributions of all of them: what
-        # is the mean over its own group is to be their sum, divided by the number of all.
+        factor = self._factor_of(bucket)
+        if factor != 1.0:
+            bucket.flat.mul_(factor)
+
+    def _factor_of(self, bucket: Bucket) -> float:
+        """Returns what the mean over the bucket's group is multiplied by.
+
+        The loss is the mean over all ranks, and the gradient of an expert has the contributions of all of them: their
+        sum in its group is to be divided by the number of all.
+        """
         size = self.scope.groups[bucket.group_index].size
-        if size != self.group.size and getattr(self.algorithm, "average", True):
-            bucket.flat.mul_(size / self.group.size)
+        return size / self.group.size if getattr(self.algorithm, "average", True) else 1.0
 
     def _send_buffers(self, _: int) -> None:
         if self.buffers is not None and (self.sends_gradients or self._always_broadcasts):
@@ -440,7 +448,8 @@ class Reducer:
             self.buffers.finish(may_write=self._num_open_forwards <= 1)
         self._num_open_forwards -= self._num_open_forwards > 0
         if self.sends_gradients:
-            is_sum = self.group.size > 1 and any(bucket.declaration.is_sum for bucket in self.storage.buckets)
+            buckets = self.storage.buckets
+            is_sum = self.group.size > 1 and any(b.declaration.is_sum or self._factor_of(b) != 1.0 for b in buckets)
             self._sums = "held" if is_sum else ""
             if self._bucket_group.checks_results:
                 self._commit()

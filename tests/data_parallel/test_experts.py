@@ -167,6 +167,20 @@ def test_accumulation_and_weights(pool4):
     pool4.run(accumulates)
 
 
+def refuses_to_divide_twice(rank, world_size):
+    with process_group():
+        model, optimizer = start(rank, world_size)
+        loss_of(model, rank, 0).backward()
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, rank, 1).backward()
+        with pytest.raises(InvalidArgument, match="would be divided twice"):
+            loss_of(model, rank, 2).backward()
+
+
+def test_a_second_backward_on_what_is_divided(pool2):
+    pool2.run(refuses_to_divide_twice)
+
+
 class Normed(torch.nn.Module):
     """Parameters, buffers and frozen values that differ by rank; ``local`` has another shape on each."""
 
