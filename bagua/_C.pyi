@@ -183,14 +183,15 @@ class Group:
     ) -> Work: ...
     def reduce_scatter(
         self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: tuple[str, int | None] | None,
-        arg6: tuple[float, bool, tuple[int, int, int] | None, object],
-        /,
+        input: int,
+        output: int,
+        numel: int,
+        dtype: int,
+        op: int,
+        codec: tuple[str, int | None] | None,
+        submission: tuple[float, bool, tuple[int, int, int] | None, object],
+        feedback: tuple[int, int, int, int, int] | None = ...,
+        checks_result: bool = ...,
     ) -> Work: ...
     def neighbor_average(
         self,

@@ -98,7 +98,7 @@ class _ReduceScatter:
 
 
 class Compression:
-    """What ``bagua.fsdp.compress`` has set up; its state belongs into checkpoints where there is error feedback."""
+    """The hooks of ``bagua.fsdp.compress``; its state belongs into checkpoints where there is error feedback."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class BaguaHandle:
 
         Example:
             >>> with model.bagua.join():
-            ...     for x, y in batches:
+            ...     for x, y in [(x1, y1), (x2, y2)]:
             ...         loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
         """
         return join(self.reducer, self.module, divide_by_initial_world_size)

@@ -19,7 +19,7 @@ from bagua.errors import InvalidArgument
 
 __all__ = ["join"]
 
-# What a rank does next: it has left the block; a forward whose backward stays local; one in eval() or train() whose
+# The next action of a rank: it has left the block; a forward whose backward stays local; one in eval() or train() whose
 # backward synchronises.
 _LEFT, _LOCAL, _SYNCHRONISING = 0, 1, 2
 
@@ -44,8 +44,8 @@ class Joining:
     def _exchange(self, own: int) -> int:
         """Returns what the active ranks do; _LEFT where there are none."""
         group = self._reducer.group
-        plans = torch.empty(group.size, dtype=torch.uint8)
-        group.all_gather(plans, torch.tensor([own], dtype=torch.uint8), blocking=True).wait()
+        plans = torch.empty(group.size, dtype=torch.uint8, device="cpu")
+        group.all_gather(plans, torch.tensor([own], dtype=torch.uint8, device="cpu"), blocking=True).wait()
         active = plans.nonzero().flatten().tolist()
         if not active:
             return _LEFT
@@ -76,7 +76,7 @@ class Joining:
             parameter.grad = None
         reducer.before_forward(is_training, is_shadow=True)
         reducer.after_forward(is_training)
-        total = torch.zeros((), requires_grad=True) * 1
+        total = torch.zeros((), requires_grad=True, device="cpu") * 1
         if not reducer.finds_unused:
             for parameter in parameters:
                 product = (parameter * 0).sum()

@@ -272,7 +272,7 @@ class ParameterStates:
                 parameters = {key: (sum(values) * share).to(described.dtype) for key, values in held.items()}
             stripes = {}
             for index, (_, numel, stripe) in saved[0]["stripes"].items():
-                whole = torch.zeros(numel, dtype=stripe.dtype)
+                whole = torch.zeros(numel, dtype=stripe.dtype, device="cpu")
                 for of_rank in saved:
                     begin, _, part = of_rank["stripes"][index]
                     whole[begin : begin + part.numel()] = part

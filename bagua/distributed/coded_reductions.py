@@ -42,7 +42,7 @@ class CodedReductions:
         elif error_feedback:
             raise InvalidArgument("error_feedback=True remembers what a codec leaves out; pass a codec too")
         self._num_calls: dict[int, int] = {}  # by key: the seed of random rounding
-        # By key, the committed residuals and their successors: of the worker and of the owner.
+        # The committed residuals and their successors, by key: of the worker and of the owner.
         self._residuals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def all_reduce(self, group: ProcessGroup, tensor: torch.Tensor, key: int, op: ReduceOp, label: str) -> Work:

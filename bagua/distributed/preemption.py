@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _has_come = threading.Event()  # a signal has, on this rank
 _installed = False
-# By group, the exchange that the last call has started.
+# The exchange that the last call has started, by group.
 _under_way: weakref.WeakKeyDictionary[ProcessGroup, tuple[Work, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
