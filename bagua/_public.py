@@ -20,6 +20,7 @@ from .distributed.collectives import (
     scatter,
     send,
 )
+from .distributed.exchange_rows import exchange_rows
 from .distributed.preemption import preemption
 from .distributed.process_group import ProcessGroup, ReduceOp, Work
 from .distributed.world import (
@@ -75,6 +76,7 @@ __all__ = [
     "ddp",
     "destroy_process_group",
     "empty",
+    "exchange_rows",
     "from_torch_group",
     "fsdp",
     "gather",

@@ -77,8 +77,8 @@ def _ranks_in_step(handles: list[BaguaHandle]) -> list[ProcessGroup]:
 
 
 def _are_equal_on_all_ranks(optimizer: torch.optim.Optimizer, handles: list[BaguaHandle]) -> bool:
-    """Returns True if all gradients that the optimizer steps with are exchanged by wrapped models."""
-    reducers = (handle.reducer for handle in handles if handle.reducer.sends_gradients)
+    """Returns True if all gradients that the optimizer steps with are exchanged by wrapped models among all ranks."""
+    reducers = (one.reducer for one in handles if one.reducer.sends_gradients and not one.reducer.scope.others)
     exchanged = {id(parameter) for reducer in reducers for parameter in reducer.storage.parameters}
     parameters = (parameter for options in optimizer.param_groups for parameter in options["params"])
     return all(id(parameter) in exchanged for parameter in parameters if parameter.requires_grad)

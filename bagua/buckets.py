@@ -27,7 +27,8 @@ from bagua.errors import InvalidArgument
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
 SMALL_BUCKET_BYTES = 512 * 1024  # of the first and the last
 ALIGN_BYTES = 64
-Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
+# dtype, Algorithm.bucket_class, index of the optimizer, and of the group
+Kind = tuple[torch.dtype, Hashable, int | None, int]
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
@@ -103,6 +104,7 @@ class Bucket:
         label: ``"bucket 3"``, the name in error messages and in the timeline.
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
+        group_index: which ranks exchange it: 0 those of the model, n those of the n-th pattern of ``groups``.
         declaration: what was sent for it last, a ``bagua.algorithms.Declaration``; empty before the first exchange.
         works: what was started for it in this backward.
         sent: in this backward, the Declarations of what was started for it so far.
@@ -124,11 +126,13 @@ class Bucket:
         flat: torch.Tensor,
         members: Sequence[Member],
         gaps: Sequence[tuple[int, int]],
+        group_index: int = 0,
     ) -> None:
         self.index = index
         self.label = f"bucket {index}"
         self.kind = kind
         self.optimizer_index = optimizer_index
+        self.group_index = group_index
         self.declaration: Any = None  # set by the reducer
         self.works: list[Work] = []
         self.sent: list[Any] = []
@@ -350,6 +354,7 @@ class BucketStorage:
             weights are ready at once, ``bucket_bytes``: then all caps are alike, and messages as few as can be.
         bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
         optimizer_of: which optimizer steps a parameter, by its id; parameters of different ones share no bucket.
+        group_of: which group exchanges a parameter, by its id, 0 by default; the same.
         order: expected ready order as indices into ``named_parameters``; the default is last to first.
     """
 
@@ -362,6 +367,7 @@ class BucketStorage:
         small_bucket_bytes: int,
         bucket_class: Callable[[torch.nn.Parameter], Hashable],
         optimizer_of: Mapping[int, int] | None = None,
+        group_of: Mapping[int, int] | None = None,
         order: Sequence[int] | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
@@ -371,8 +377,10 @@ class BucketStorage:
         self.order: list[int] = []
         self.bucket_of: list[int] = []  # by parameter
         self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
-        optimizer_of = {} if optimizer_of is None else optimizer_of
-        kinds = [(bucket_dtype(p), bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
+        optimizer_of, group_of = optimizer_of or {}, group_of or {}
+        kinds = [
+            (bucket_dtype(p), bucket_class(p), optimizer_of.get(id(p)), group_of.get(id(p), 0)) for p in self.parameters
+        ]
         self._kinds, self._keys = _number(kinds)
         self._device = common_device((f"parameter {name!r}", parameter) for name, parameter in named_parameters)
         self.memory = self._allocate(sum(_padded_bytes(parameter) for parameter in self.parameters))
@@ -433,7 +441,7 @@ class BucketStorage:
         buckets = []
         begin = 0
         for index, (tensors, numel) in enumerate(zip(members_of, numels, strict=True)):
-            dtype, kind, optimizer_index = self._kinds[self._keys[tensors[0]]]
+            dtype, kind, optimizer_index, group_index = self._kinds[self._keys[tensors[0]]]
             end = begin + numel * dtype.itemsize
             flat = self.memory[begin:end].view(dtype)
             members = []
@@ -447,7 +455,7 @@ class BucketStorage:
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
             if filled_numel < numel:
                 gaps.append((filled_numel, numel))
-            buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps))
+            buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps, group_index))
             begin = end
         return tuple(buckets)
 

@@ -1,4 +1,4 @@
-"""Rank 0's buffers, sent to all ranks at the end of a synchronising backward.
+"""Rank 0's buffers, sent to all ranks at the end of a synchronising backward; those of experts within their group.
 
 Data path: the last buckets -> **buffers** -> the end of backward. So nothing waits before a forward, and evaluation
 sees equal buffers on all ranks. Invariants: values arrive bit for bit, as bytes, one message per device. The buffers
@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from bagua.data_parallel.scope import IGNORED, Scope
 from bagua.distributed.process_group import ProcessGroup, Work
 
 __all__ = ["BufferBroadcast"]
@@ -24,31 +25,37 @@ class BufferBroadcast:
 
     Args:
         model: held weakly.
-        group: the ranks.
+        scope: the ranks; buffers of another group than the model's are those of its first rank.
     """
 
-    def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
-        self._model, self._group, self._src = weakref.ref(model), group, 0
-        # One per device: the message, its memory, and the buffers in it.
-        self._under_way: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
+    def __init__(self, model: torch.nn.Module, scope: Scope) -> None:
+        self._model, self._scope = weakref.ref(model), scope
+        # One per group and device: the message, whether this rank sends it, its memory, and the buffers in it.
+        self._under_way: list[tuple[Work, bool, torch.Tensor, list[torch.Tensor]]] = []
 
-    def start(self, src: int = 0) -> list[Work]:
-        """Starts one broadcast of rank ``src``'s buffers per device, and returns them."""
-        model = self._model()
-        self._under_way, self._src = [], src
-        if model is None or self._group.size == 1:
+    def start(self, src: int = 0) -> list[tuple[ProcessGroup, Work]]:
+        """Starts one broadcast of rank ``src``'s buffers per group and device, and returns them."""
+        model, started = self._model(), []
+        self._under_way = []
+        if model is None or self._scope.group.size == 1:
             return []
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for buffer in model.buffers():
+        together: dict[tuple[int, torch.device], list[torch.Tensor]] = {}  # by part and device
+        for name, buffer in model.named_buffers():
+            part = self._scope.part_of(name)
+            if part == IGNORED or self._scope.groups[part].size == 1:
+                continue
             if buffer.numel() and type(buffer) is not torch.nn.parameter.UninitializedBuffer:
-                by_device.setdefault(buffer.device, []).append(buffer)
-        for device, buffers in by_device.items():
+                together.setdefault((part, buffer.device), []).append(buffer)
+        for (part, device), buffers in together.items():
             memory = torch.empty(sum(map(_padded_bytes, buffers)), dtype=torch.uint8, device=device)
-            if self._group.rank == src:
+            group, root = self._scope.groups[part], src if part == 0 else 0
+            if group.rank == root:
                 for buffer, place in zip(buffers, _places(memory, buffers), strict=True):
                     place.copy_(buffer.detach())
-            self._under_way.append((self._group.broadcast(memory, src, label="buffers"), memory, buffers))
-        return [work for work, _, _ in self._under_way]
+            work = group.broadcast(memory, root, label="buffers")
+            self._under_way.append((work, group.rank == root, memory, buffers))
+            started.append((group, work))
+        return started
 
     def finish(self, may_write: bool) -> None:
         """Waits until every buffer equals that of the rank that sends.
@@ -57,9 +64,9 @@ class BufferBroadcast:
             may_write: False if the graph of another forward may be alive, which may have saved a buffer.
         """
         under_way, self._under_way = self._under_way, []
-        for work, memory, buffers in under_way:
+        for work, is_sender, memory, buffers in under_way:
             work.wait()
-            if self._group.rank == self._src:
+            if is_sender:
                 continue
             for buffer, value in zip(buffers, _places(memory, buffers), strict=True):
                 if may_write:

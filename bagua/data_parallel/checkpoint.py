@@ -3,9 +3,10 @@
 Beside the data path. Invariant: a folder holds a whole checkpoint at every moment. Files carry the number of their
 save; ``checkpoint.json``, which names it, is replaced when all ranks have written theirs, and older files are deleted.
 
-Where gradients are exchanged, model and optimizers are equal, and rank 0 writes them; otherwise every rank its own. A
-file per rank has what its algorithm remembers. On another number of ranks weights and moments are the mean of all
-files', and residuals are shared out so that what is still to be sent stays the same.
+Where gradients are exchanged, model and optimizers are equal, and rank 0 writes them; otherwise, and where ranks have
+experts of their own (``ignore``, ``groups``), every rank its own. A file per rank has what its algorithm remembers. On
+another number of ranks weights and moments are the mean of all files', and residuals are shared out so that what is
+still to be sent stays the same; experts are loaded on as many ranks as saved them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _write(
     others: Mapping[str, Any],
     number: int,
 ) -> None:
-    group, are_equal = handle.group, handle.algorithm.exchanges == "gradients"
+    group, are_equal = handle.group, _are_equal(handle)
 
     def write() -> tuple[None, dict[str, Any]]:
         training = {
@@ -99,6 +100,7 @@ def _write(
     def name_it() -> tuple[None, dict[str, Any]]:
         if leads_node:
             index = {"number": number, "num_ranks": group.size, "algorithm": handle.algorithm.name}
+            index["experts"] = _experts_of(handle)
             replace_file(folder / _INDEX, json.dumps(index).encode())
         return None, {}
 
@@ -136,7 +138,7 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
     """
     handle, inner = _wrapped(model)
     group, folder = handle.group, Path(path)
-    are_equal = handle.algorithm.exchanges == "gradients"
+    are_equal = _are_equal(handle)
 
     def read() -> tuple[tuple[dict[str, Any], dict[str, Any] | None], dict[str, Any]]:
         chosen, index = _checked(optimizers), _index_in(folder)
@@ -145,6 +147,17 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
             raise InvalidArgument(
                 f"{folder} is of algorithm {index['algorithm']!r}, the model runs {handle.algorithm.name!r}; wrap it "
                 "with that of the checkpoint, load, and then change it with with_bagua"
+            )
+        saved, ours = index.get("experts", [[], []]), _experts_of(handle)
+        if saved != ours:
+            raise InvalidArgument(
+                f"{folder} is of a model with ignore={saved[0]} and groups for {saved[1]}, this one has "
+                f"ignore={ours[0]} and groups for {ours[1]}; wrap it with those of the checkpoint"
+            )
+        if num_ranks != group.size and not handle.reducer.scope.is_whole:
+            raise InvalidArgument(
+                f"{folder} is of {num_ranks} ranks with experts of their own, and here are {group.size}: load it on as "
+                "many"
             )
         if num_ranks == group.size:
             own = _read(folder, f"rank{group.rank}", number)
@@ -173,14 +186,25 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
             for optimizer, state in zip(chosen, training["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
         if are_equal:
-            states = OptimizerStates(chosen, group)
+            scope = handle.reducer.scope
+            states = OptimizerStates(chosen, inner, scope)
             states.receive()
-            broadcast_model(inner, group)
+            broadcast_model(inner, scope)
             states.take_over()
         handle.load_state_dict(own["bagua"])
     for name, one in others.items():
         one.load_state_dict(own["others"][name])
     return {name: value for name, value in own["others"].items() if name not in others}
+
+
+def _are_equal(handle: BaguaHandle) -> bool:
+    """Returns True if all ranks have the same model and optimizers."""
+    return handle.algorithm.exchanges == "gradients" and handle.reducer.scope.is_whole
+
+
+def _experts_of(handle: BaguaHandle) -> list[list[str]]:
+    """Returns the patterns of ``ignore`` and ``groups``."""
+    return [list(patterns) for patterns in handle.reducer.scope.patterns]
 
 
 def _wrapped(model: torch.nn.Module) -> tuple[BaguaHandle, torch.nn.Module]:

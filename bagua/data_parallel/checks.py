@@ -6,7 +6,7 @@ are compared between the ranks (distributed/consensus.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,23 +18,32 @@ from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
 
 
-def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+def describe_model(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Collection[str] = ()
+) -> dict[str, str]:
     """Describes what must be equal on all ranks of a model and its optimizers, section to value.
+
+    Args:
+        ignored: names of parameters and buffers that may differ.
 
     Example:
         >>> describe_model(torch.nn.Linear(2, 1, bias=False), [])
         {"parameter 'weight'": '(1, 2) torch.float32 on cpu requires_grad=True'}
     """
     described = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named(model.named_parameters(), ignored):
         kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
         described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_memory_format_of(parameter)}"
-    for name, buffer in model.named_buffers():
+    for name, buffer in _named(model.named_buffers(), ignored):
         described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
-        described.update(describe_optimizer(index, optimizer, name_of))
+        described.update(describe_optimizer(index, optimizer, name_of, ignored))
     return described
+
+
+def _named(tensors: Iterable[tuple[str, torch.Tensor]], ignored: Collection[str]) -> Iterable[tuple[str, torch.Tensor]]:
+    return ((name, tensor) for name, tensor in tensors if name not in ignored)
 
 
 def _memory_format_of(parameter: torch.Tensor) -> str:
@@ -46,18 +55,22 @@ def _memory_format_of(parameter: torch.Tensor) -> str:
     return f" strides={strides}"
 
 
-def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> dict[str, str]:
+def describe_optimizer(
+    index: int, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], ignored: Collection[str] = ()
+) -> dict[str, str]:
     """Describes one optimizer: its class, and its parameters by index, since states are keyed by index.
 
     Options such as lr are not compared: with_bagua sets them to rank 0's.
 
     Args:
         name_of: the names of the model's parameters by their ids; other parameters are described by their shapes.
+        ignored: names of those that may differ.
     """
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    groups = [[p for p in group["params"] if name_of.get(id(p)) not in ignored] for group in optimizer.param_groups]
+    sizes = [len(group) for group in groups]
     described = {f"optimizer {index}": f"{type(optimizer).__name__} with parameter groups of {sizes}"}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
+    for number, group in enumerate(groups):
+        for position, parameter in enumerate(group):
             name = name_of.get(id(parameter))
             known_as = f"{tuple(parameter.shape)} {parameter.dtype} of another model" if name is None else repr(name)
             described[f"parameter {position} of group {number} of optimizer {index}"] = known_as
@@ -108,15 +121,23 @@ def _instead_of(value: Any) -> str:
 
 
 def check_model(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], taken_parameter_ids: Iterable[int]
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    taken_parameter_ids: Iterable[int],
+    ignored: Collection[str] = (),
 ) -> None:
-    """Raises InvalidArgument for what cannot be synchronised, as far as one rank can see by itself."""
+    """Raises InvalidArgument for what cannot be synchronised, as far as one rank can see by itself.
+
+    Args:
+        taken_parameter_ids: of other wrapped models.
+        ignored: names of parameters and buffers that are not to be synchronised.
+    """
     taken = set(taken_parameter_ids)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in _named((*model.named_parameters(), *model.named_buffers()), ignored):
         _check_initialized(name, tensor)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named(model.named_parameters(), ignored):
         _check_memory(parameter, f"parameter {name!r}")
-    for name, buffer in model.named_buffers():
+    for name, buffer in _named(model.named_buffers(), ignored):
         _check_memory(buffer, f"buffer {name!r}")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -124,7 +145,8 @@ def check_model(
                 f"{f'module {name!r}' if name else 'the model'} is torch's DistributedDataParallel, which synchronises "
                 "gradients itself; pass its .module to with_bagua instead"
             )
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+        is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+        if is_sparse and f"{name}.weight" not in ignored:
             raise InvalidArgument(
                 f"module {name!r} ({type(module).__name__}) gives sparse gradients; bagua sends dense ones: "
                 "construct it with sparse=False"
@@ -132,7 +154,7 @@ def check_model(
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise InvalidArgument("no parameter of the model requires a gradient; there is nothing to synchronise")
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named(model.named_parameters(), ignored):
         if parameter.requires_grad:
             check_parameter(name, parameter)
         if id(parameter) in taken:

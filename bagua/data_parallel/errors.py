@@ -21,12 +21,15 @@ class fatal:
     Args:
         what: the part of training that runs inside, such as "after_backward".
         algorithm_name: the algorithm whose hook ``what`` is, if it is one.
+        others: as of ``poisoned``.
     """
 
-    __slots__ = ("_algorithm_name", "_group", "_what")
+    __slots__ = ("_algorithm_name", "_group", "_others", "_what")
 
-    def __init__(self, group: ProcessGroup, what: str, algorithm_name: str | None = None) -> None:
-        self._group, self._what, self._algorithm_name = group, what, algorithm_name
+    def __init__(
+        self, group: ProcessGroup, what: str, algorithm_name: str | None = None, others: Sequence[ProcessGroup] = ()
+    ) -> None:
+        self._group, self._what, self._algorithm_name, self._others = group, what, algorithm_name, others
 
     def __enter__(self) -> None:
         pass
@@ -36,14 +39,22 @@ class fatal:
             rank = self._group.rank
             of = "" if self._algorithm_name is None else f" of algorithm {self._algorithm_name!r}"
             text = f"rank {rank}: {self._what}{of} raised {type(error).__name__}: {error}"
-            poisoned(self._group, error if isinstance(error, BaguaError) else Aborted(text, rank=rank))
+            poisoned(self._group, error if isinstance(error, BaguaError) else Aborted(text, rank=rank), self._others)
 
 
-def poisoned(group: ProcessGroup, error: BaguaError) -> BaguaError:
-    """Poisons ``group`` with ``error``, whose ranks are the group's, and returns it to be raised."""
+def poisoned(group: ProcessGroup, error: BaguaError, others: Sequence[ProcessGroup] = ()) -> BaguaError:
+    """Poisons ``group`` with ``error``, whose ranks are the group's, and returns it to be raised.
+
+    Args:
+        others: groups of some of its ranks, in which these may be waiting, too.
+    """
     if group.size > 1:
         group.poison(error)
-    return group.job_ranks.told(error)
+    told = group.job_ranks.told(error)
+    for other in others:
+        if other.size > 1:
+            other.poison(told)
+    return told
 
 
 def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
@@ -83,8 +94,19 @@ def ready_twice(name: str) -> InvalidArgument:
     )
 
 
-def summed_twice(rank: int) -> InvalidArgument:
-    """The error of a second backward on gradients that are sums of all ranks' already."""
+def summed_twice(rank: int, are_means: bool) -> InvalidArgument:
+    """The error of a second backward on gradients that are sums of all ranks' already.
+
+    Args:
+        are_means: only those of experts are sums.
+    """
+    if are_means:
+        return InvalidArgument(
+            f"rank {rank}: the gradients of experts (groups=) are those of an earlier backward, already divided by the "
+            "number of all ranks, and exchanged again they would be divided twice. Call zero_grad() between two "
+            "synchronising backwards, or have all but the last inside no_sync()",
+            rank=rank,
+        )
     return InvalidArgument(
         f"rank {rank}: gradients are the sums over all ranks (average=False) of an earlier backward, and summed again "
         "they would count once for each rank. Call zero_grad() between two synchronising backwards, have all "

@@ -118,10 +118,10 @@ class BaguaHandle:
 
         Example:
             >>> with model.bagua.join():
-            ...     for x, y in batches:
+            ...     for x, y in [(x1, y1), (x2, y2)]:
             ...         loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
         """
-        return join(self.module, self.reducer, divide_by_initial_world_size)
+        return join(self.reducer, self.module, divide_by_initial_world_size)
 
     def weight(self, num: float) -> float:
         """Returns the factor for a loss that is a mean over ``num`` tokens (or samples); collective outside of no_sync.
@@ -134,7 +134,8 @@ class BaguaHandle:
             num: 0 or more. Where it is 0, the loss must be finite all the same, such as a sum.
 
         Raises:
-            InvalidArgument: ``num`` is no such number, or the algorithm exchanges weights.
+            InvalidArgument: ``num`` is no such number, the algorithm exchanges weights, or it is called inside no_sync
+                where ``ignore`` leaves parameters alone.
 
         Example:
             >>> with model.no_sync():
@@ -154,8 +155,15 @@ class BaguaHandle:
         if not left:  # by zero_grad()
             self._num_left = 0.0
         if not self.reducer.synchronises:
+            if self.reducer.scope.ignored:
+                raise InvalidArgument(
+                    "weight() inside no_sync with ignore=: what micro-batches leave in ignored parameters would keep "
+                    "another scale; give these a group of this rank alone by groups= instead"
+                )
             if self._num_left == 0:
-                self._unit = num or 1.0  # the numbers themselves could overflow float16
+                # The numbers themselves could overflow float16. Experts add up what losses of other ranks give them,
+                # whose first numbers differ.
+                self._unit = 1.0 if self.reducer.scope.others else num or 1.0
             self._num_left += num
             return num / self._unit
         total = torch.tensor([self._num_left + num], dtype=torch.float64, device="cpu")
@@ -262,7 +270,7 @@ class BaguaHandle:
         model = self._model()
         if model is not None:
             self.group.check()
-            buffers = BufferBroadcast(model, self.group)
+            buffers = BufferBroadcast(model, self.reducer.scope)
             buffers.start()
             buffers.finish(may_write=False)
 
@@ -278,7 +286,7 @@ class BaguaHandle:
         if model is not None:
             self.group.check()
             are_equal = self.reducer.sends_gradients
-            check = ReplicaCheck(self._model, self.reducer.training.optimizers, self.group)
+            check = ReplicaCheck(self._model, self.reducer.training.optimizers, self.group, scope=self.reducer.scope)
             check.check_now(parameters=are_equal, buffers=are_equal and self.reducer.buffers is not None)
 
     def timeline(self, parts: bool = True) -> Timeline:
@@ -411,7 +419,11 @@ def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
 
 def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
     """Returns the handles of the wrapped models of which ``optimizer`` steps a parameter, in its order of these."""
-    handle_of_parameter = {id(p): handle for handle in _attached for p in handle.reducer.storage.parameters}
+    handle_of_parameter = {
+        id(p): handle
+        for handle in _attached
+        for p in (*handle.reducer.storage.parameters, *handle.reducer.scope.ignored)
+    }
     stepped = (id(parameter) for options in optimizer.param_groups for parameter in options["params"])
     return list(dict.fromkeys(handle_of_parameter[one] for one in stepped if one in handle_of_parameter))
 

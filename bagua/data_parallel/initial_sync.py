@@ -1,4 +1,4 @@
-"""Makes the ranks' models and optimizers equal to rank 0's when a model is wrapped.
+"""Makes the ranks' models and optimizers equal to rank 0's when a model is wrapped, those of experts in their group.
 
 Data path: before the first step (parameters, buffers, optimizer state). Invariants: values arrive bit for bit, whatever
 their dtype, as bytes; they are written into the dicts and tensors that are there, which the program may hold.
@@ -6,30 +6,38 @@ their dtype, as bytes; they are written into the dicts and tensors that are ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bagua.buckets import is_dense
 from bagua.data_parallel.checks import is_sharded
+from bagua.data_parallel.scope import IGNORED, Scope, synchronised_options
 from bagua.distributed import plain_data
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 
 
-def broadcast_model(model: torch.nn.Module, group: ProcessGroup, src: int = 0) -> None:
-    """Makes all parameters (frozen ones too) and buffers equal to those of rank ``src``, in place."""
-    if group.size == 1:
+def broadcast_model(model: torch.nn.Module, scope: Scope, src: int = 0) -> None:
+    """Makes all parameters (frozen ones too) and buffers equal to those of rank ``src``, in place.
+
+    Those of another group than the model's become equal to those of its first rank.
+    """
+    if scope.group.size == 1:
         return
     works = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        part = scope.part_of(name)
+        if part == IGNORED or scope.groups[part].size == 1:
+            continue
+        group, src_of_part = scope.groups[part], src if part == 0 else 0
         tensor = tensor.detach()
         if tensor.is_contiguous():
-            works.append(group.broadcast(_bytes_of(tensor), src, label=name))
+            works.append(group.broadcast(_bytes_of(tensor), src_of_part, label=name))
         else:
             copy = tensor.contiguous()
-            group.broadcast(_bytes_of(copy), src, label=name).wait()
+            group.broadcast(_bytes_of(copy), src_of_part, label=name).wait()
             tensor.copy_(copy)
     for work in works:
         work.wait()
@@ -43,24 +51,61 @@ class OptimizerStates:
 
     Args:
         optimizers: in the same order on all ranks. Those whose states are spread over the ranks keep them.
-        group: the ranks.
+        model: the one that they step.
+        scope: the ranks. States of a parameter of another group than the model's become equal to those of that group's
+            first rank; states of ignored parameters, and options of parameter groups of nothing else, are left alone.
         src: the rank whose states and options the others get.
 
     Raises:
         InvalidArgument: on rank ``src``, one holds what is not sent between ranks.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup, src: int = 0) -> None:
-        equal = [optimizer for optimizer in optimizers if not is_sharded(optimizer)]
-        self._optimizers, self._group, self._src = tuple(equal) if group.size > 1 else (), group, src
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module, scope: Scope, src: int = 0
+    ) -> None:
+        equal = [optimizer for optimizer in optimizers if not is_sharded(optimizer)] if scope.group.size > 1 else []
+        parts = scope.part_of_parameters(model)
+        self._of_parts = [
+            _StatesOfPart(equal if group.size > 1 else (), group, src if part == 0 else 0, part, parts)
+            for part, group in enumerate(scope.groups)
+        ]
+
+    def receive(self) -> None:
+        """Receives all but the tensors; collective, one message for all optimizers of a group."""
+        for one in self._of_parts:
+            one.receive()
+
+    def take_over(self) -> None:
+        """Receives the tensors, and gives all of it to the optimizers; collective."""
+        for one in self._of_parts:
+            one.take_over()
+
+
+class _StatesOfPart:
+    """The states of the parameters of one group; those of the model's own bring the options, too.
+
+    Args:
+        part: of the group in the Scope.
+        parts: of parameters, by id; those that are missing are of part 0.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: ProcessGroup,
+        src: int,
+        part: int,
+        parts: Mapping[int, int],
+    ) -> None:
+        self._optimizers, self._group, self._src = tuple(optimizers), group, src
+        self._part, self._parts = part, parts
         self._tensors: list[list[torch.Tensor]] = [[] for _ in self._optimizers]
-        self._trees = [_tree_of(*both) for both in zip(self._optimizers, self._tensors, strict=True)]
+        self._trees = [self._tree_of(*both) for both in zip(self._optimizers, self._tensors, strict=True)]
         self._texts = [
             _text_of(index, *both) for index, both in enumerate(zip(self._optimizers, self._trees, strict=True))
         ]
 
     def receive(self) -> None:
-        """Receives all but the tensors; collective, one message for all optimizers."""
         if not self._optimizers:
             return
         texts = self._group.broadcast_plain(self._texts, self._src)
@@ -70,7 +115,6 @@ class OptimizerStates:
                 self._tensors[index] = _empty_tensors(self._trees[index], self._optimizers[index])
 
     def take_over(self) -> None:
-        """Receives the tensors, and gives all of it to the optimizers; collective."""
         for optimizer, tree, tensors in zip(self._optimizers, self._trees, self._tensors, strict=True):
             for index, tensor in enumerate(tensors):
                 sent = tensor.detach().contiguous()
@@ -79,34 +123,39 @@ class OptimizerStates:
                     tensor.detach().copy_(sent)
             if self._group.rank != self._src:
                 values = _mapped(tree, _TensorSpec, lambda spec, tensors=tensors: tensors[spec[0]])
-                _write(optimizer, *values)
+                self._write(optimizer, *values)
 
+    def _options_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """Returns the parameter groups whose options are sent."""
+        return synchronised_options(optimizer, self._parts) if self._part == 0 else []
 
-def _tree_of(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> Any:
-    """Returns options and states by parameter, in the order of the parameters, with specs for the tensors."""
-    options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    states = [optimizer.state.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        for options in optimizer.param_groups:
+            yield from (p for p in options["params"] if self._parts.get(id(p), 0) == self._part)
 
-    def take_out(tensor: torch.Tensor) -> _TensorSpec:
-        tensors.append(tensor)
-        strides = (tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")).stride()
-        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, tensor.device.type))
+    def _tree_of(self, optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> Any:
+        """Returns options and states by parameter, in the order of the parameters, with specs for the tensors."""
+        options = [{key: group[key] for key in group if key != "params"} for group in self._options_of(optimizer)]
+        states = [optimizer.state.get(parameter) for parameter in self._parameters_of(optimizer)]
 
-    return _mapped((options, states), torch.Tensor, take_out)
+        def take_out(tensor: torch.Tensor) -> _TensorSpec:
+            tensors.append(tensor)
+            strides = (tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")).stride()
+            return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, tensor.device.type))
 
+        return _mapped((options, states), torch.Tensor, take_out)
 
-def _write(
-    optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], states: list[dict[str, Any] | None]
-) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for group, received in zip(optimizer.param_groups, options, strict=True):
-        _write_dict(group, {**received, "params": group["params"]})
-    for parameter, state in zip(parameters, states, strict=True):
-        if state is None:
-            optimizer.state.pop(parameter, None)
-        else:
-            held = optimizer.state.get(parameter)
-            optimizer.state[parameter] = _write_dict(held, state) if isinstance(held, dict) else state
+    def _write(
+        self, optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], states: list[dict[str, Any] | None]
+    ) -> None:
+        for group, received in zip(self._options_of(optimizer), options, strict=True):
+            _write_dict(group, {**received, "params": group["params"]})
+        for parameter, state in zip(self._parameters_of(optimizer), states, strict=True):
+            if state is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                held = optimizer.state.get(parameter)
+                optimizer.state[parameter] = _write_dict(held, state) if isinstance(held, dict) else state
 
 
 def _write_dict(held: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from bagua.errors import InvalidArgument
 
 __all__ = ["join"]
 
-# The plan of a rank: it has left the block; its next backward stays local; it synchronises (plus 1 in train()).
+# The next action of a rank: it has left the block; a forward whose backward stays local; one in eval() or train() whose
+# backward synchronises.
 _LEFT, _LOCAL, _SYNCHRONISING = 0, 1, 2
 
 
@@ -87,27 +88,31 @@ class Joining:
 
 
 @contextlib.contextmanager
-def join(model: torch.nn.Module, reducer: Reducer, divides_by_all: bool) -> Iterator[None]:
+def join(reducer: Reducer, model: torch.nn.Module, divide_by_initial_world_size: bool = True) -> Iterator[None]:
     """Runs a block of training on every rank, however many batches each has; see ``BaguaHandle.join``."""
-    group, algorithm = reducer.group, reducer.algorithm
-    group.check()
-    if algorithm.exchanges != "gradients":
+    reducer.group.check()
+    if reducer.algorithm.exchanges != "gradients":
         raise InvalidArgument(
-            f"join is for algorithms that exchange gradients; {algorithm.name!r} exchanges weights, so give all ranks "
-            "the same number of batches"
+            f"join is for algorithms that exchange gradients; {reducer.algorithm.name!r} exchanges weights, so give "
+            "all ranks the same number of batches"
+        )
+    if reducer.scope.others:
+        raise InvalidArgument(
+            "join with groups=: a rank without inputs has no tokens for the experts of others, which wait for them; "
+            "give all ranks the same number of batches"
         )
     if reducer.joining is not None:
         raise InvalidArgument("join is active for this model already; leave that block first")
-    joining = reducer.joining = Joining(reducer, divides_by_all)
+    joining = reducer.joining = Joining(reducer, divide_by_initial_world_size)
     try:
         yield
-        with fatal(group, "join"):
-            is_uneven = any(group.all_gather_plain(joining.shadow()))
+        with fatal(reducer.group, "join"):
+            is_uneven = any(reducer.group.all_gather_plain(joining.shadow()))
             last = joining.first_active
             if is_uneven:
-                states = OptimizerStates(reducer.training.optimizers, group, last)
+                states = OptimizerStates(reducer.training.optimizers, model, reducer.scope, last)
                 states.receive()
-                broadcast_model(model, group, last)
+                broadcast_model(model, reducer.scope, last)
                 states.take_over()
     finally:
         reducer.joining = None

@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,7 @@ from bagua.data_parallel import errors
 from bagua.data_parallel.buffers import BufferBroadcast
 from bagua.data_parallel.errors import fatal, poisoned
 from bagua.data_parallel.replica_check import ReplicaCheck
+from bagua.data_parallel.scope import Scope
 from bagua.data_parallel.states import ParameterStates
 from bagua.data_parallel.zero_copy import ZeroCopy
 from bagua.distributed.devices import BackwardStream, HostCopy, check_not_capturing
@@ -45,13 +46,23 @@ from bagua.profiler.recorder import Recorder
 from bagua.profiler.timeline import Timeline, snapshot
 
 
+class Joining(Protocol):
+    """The state of a ``join``, which the reducer calls."""
+
+    first_active: int
+
+    def before_forward(self, is_training: bool) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
 class Reducer:
     """The state of the step under way, kept from step to step without allocating.
 
     Args:
         storage: the gradients' buckets.
         algorithm: decides what a bucket sends.
-        group: the ranks that train together.
+        scope: the ranks that train together, and those of parameters that are not of all.
         optimizers: those that were passed to with_bagua; not kept alive but by the algorithm.
         buffers: broadcasts at the end of a synchronising backward, or None.
         always_broadcasts: True to broadcast while weights are exchanged as well.
@@ -65,7 +76,7 @@ class Reducer:
         self,
         storage: BucketStorage,
         algorithm: Algorithm,
-        group: ProcessGroup,
+        scope: Scope,
         *,
         optimizers: Sequence[torch.optim.Optimizer],
         buffers: BufferBroadcast | None,
@@ -75,8 +86,9 @@ class Reducer:
         replica_check: ReplicaCheck,
         earlier: Reducer | None = None,
     ) -> None:
-        self.storage, self.algorithm, self.group = storage, algorithm, group
-        self.groups = [group]  # and those that the algorithm has made
+        self.storage, self.algorithm, self.scope = storage, algorithm, scope
+        self.group = group = scope.group
+        self.groups = list(scope.groups)  # and those that the algorithm has made
         self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
         self.synchronises = True  # False inside no_sync
         self.sends_gradients = True  # now: an algorithm may begin with gradients and change over to weights
@@ -85,11 +97,14 @@ class Reducer:
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.buffers, self._always_broadcasts, self.replica_check = buffers, always_broadcasts, replica_check
         self.finds_unused, self._raises_nonfinite = find_unused_parameters, raises_nonfinite
-        self.joining: Any = None  # inside ``join`` its Joining
+        self.joining: Joining | None = None  # inside ``join``
         self._is_used = bytearray(len(storage.parameters))  # since the last synchronisation, in no_sync too
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._bucket_group.checks_results = raises_nonfinite or self.states.are_described
+        # Buckets find theirs by ``group_index``.
+        others = [BucketGroup(one, _Record(self.recorder, self.groups), self._bucket_group) for one in scope.others]
+        self._bucket_groups = (self._bucket_group, *others)
         self.training = Training(self._bucket_group, tuple(optimizers))
         if earlier is not None:
             self.training.loss_scale = earlier.training.loss_scale
@@ -187,11 +202,11 @@ class Reducer:
         if grad is None:
             if self.finds_unused or not is_open:
                 return
-            raise poisoned(self.group, errors.no_gradient(self.storage.names[index], self.group.rank))
+            raise self._poisoned(errors.no_gradient(self.storage.names[index], self.group.rank))
         if self.sends_gradients:
             member = self._members[index]
             if not member.is_in_bucket():
-                raise poisoned(self.group, errors.moved(member.name, self.group.rank))
+                raise self._poisoned(errors.moved(member.name, self.group.rank))
             if grad is not member.view:
                 self._move_into_bucket(member, grad, may_stay)
         self._is_used[index] = 1
@@ -199,7 +214,7 @@ class Reducer:
             try:
                 is_due = self._machine.ready(index)
             except BaguaError as error:
-                raise poisoned(self.group, errors.ready_twice(self.storage.names[index])) from error
+                raise self._poisoned(errors.ready_twice(self.storage.names[index])) from error
             if is_due:
                 self._zero_copy.release_completed()
                 with self._stream.entered():
@@ -210,7 +225,7 @@ class Reducer:
         instead = "leave it out of torch.cuda.graph(), or pass the model to make_graphed_callables before with_bagua"
         check_not_capturing(self.storage.memory.device, "a backward of the wrapped model began", instead)
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
-            raise poisoned(self.group, errors.in_compiled_autograd(self.group.rank))
+            raise self._poisoned(errors.in_compiled_autograd(self.group.rank))
         self._raise_if_nonfinite()
         if self.algorithm.exchanges == "gradients":
             self._enter_next_stage()
@@ -218,7 +233,8 @@ class Reducer:
         if self._sums:
             self._look_at_sums(first)
             if self._sums:
-                raise poisoned(self.group, errors.summed_twice(self.group.rank))
+                are_means = bool(self.scope.others) and getattr(self.algorithm, "average", True)
+                raise self._poisoned(errors.summed_twice(self.group.rank, are_means))
         self._machine.begin()
         self._began_at_output = False
         self._stream.begin()
@@ -245,10 +261,10 @@ class Reducer:
         if grad.requires_grad or grad.layout is not torch.strided:
             if grad.requires_grad and not self.synchronises:
                 return  # local, so the graph that create_graph=True asked for stays whole
-            raise poisoned(self.group, errors.refused_gradient(member.name, grad))
+            raise self._poisoned(errors.refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
         if not is_alike and member.parameter.dtype is not member.view.dtype:
-            raise poisoned(self.group, errors.moved(member.name, self.group.rank))
+            raise self._poisoned(errors.moved(member.name, self.group.rank))
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
@@ -264,7 +280,8 @@ class Reducer:
         bucket = self.storage.buckets[index]
         self._zero_copy.launch(bucket)
         self._bucket_group.begin(bucket)
-        self._communicate(bucket, lambda: self.algorithm.communicate(bucket, self._bucket_group))
+        group = self._bucket_groups[bucket.group_index]
+        self._communicate(bucket, lambda: self.algorithm.communicate(bucket, group))
 
     def _resume(self, index: int) -> None:
         bucket = self.storage.buckets[index]
@@ -313,11 +330,23 @@ class Reducer:
         for work in bucket.works:
             work.wait()
         self._zero_copy.finalize(bucket)
+        factor = self._factor_of(bucket)
+        if factor != 1.0:
+            bucket.flat.mul_(factor)
+
+    def _factor_of(self, bucket: Bucket) -> float:
+        """Returns what the mean over the bucket's group is multiplied by.
+
+        The loss is the mean over all ranks, and the gradient of an expert has the contributions of all of them: their
+        sum in its group is to be divided by the number of all.
+        """
+        size = self.scope.groups[bucket.group_index].size
+        return size / self.group.size if getattr(self.algorithm, "average", True) else 1.0
 
     def _send_buffers(self, _: int) -> None:
         if self.buffers is not None and (self.sends_gradients or self._always_broadcasts):
-            for work in self.buffers.start(0 if self.joining is None else self.joining.first_active):
-                self._name(work)
+            for group, work in self.buffers.start(0 if self.joining is None else self.joining.first_active):
+                self._name(work, group)
 
     def _agree_on_use(self, _: int) -> None:
         """Sends which parameters this rank has used, behind the last bucket."""
@@ -351,7 +380,7 @@ class Reducer:
         for index in self._machine.missing():
             member = self._members[index]
             if not member.is_in_bucket():
-                raise poisoned(self.group, errors.moved(member.name, self.group.rank))
+                raise self._poisoned(errors.moved(member.name, self.group.rank))
             grad = member.parameter.grad
             self._missing[index] = member.view.clone() if grad is member.view else None
             if grad is None:
@@ -377,8 +406,8 @@ class Reducer:
         _C.StepMachine.AGREE_ON_ORDER: _agree_on_order,
     }
 
-    def _name(self, work: Work) -> None:
-        self.recorder.add_work(self.group.name, work.core, work.label, is_bucket=False)
+    def _name(self, work: Work, group: ProcessGroup | None = None) -> None:
+        self.recorder.add_work((group or self.group).name, work.core, work.label, is_bucket=False)
 
     # --- end of backward
 
@@ -390,7 +419,7 @@ class Reducer:
         if outcome == _C.StepMachine.INCOMPLETE:
             names, missing = self.storage.names, self._machine.missing()
             error = errors.never_ready(names, missing, self.group.rank, self._began_at_output)
-            raise poisoned(self.group, error)
+            raise self._poisoned(error)
         try:
             with self._stream.at_the_end():
                 self._complete()
@@ -419,7 +448,8 @@ class Reducer:
             self.buffers.finish(may_write=self._num_open_forwards <= 1)
         self._num_open_forwards -= self._num_open_forwards > 0
         if self.sends_gradients:
-            is_sum = self.group.size > 1 and any(bucket.declaration.is_sum for bucket in self.storage.buckets)
+            buckets = self.storage.buckets
+            is_sum = self.group.size > 1 and any(b.declaration.is_sum or self._factor_of(b) != 1.0 for b in buckets)
             self._sums = "held" if is_sum else ""
             if self._bucket_group.checks_results:
                 self._commit()
@@ -449,15 +479,14 @@ class Reducer:
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
         self._machine.abort()
-        if self.group.size > 1:
-            self.group.poison(
-                Aborted(
-                    f"backward of rank {self.group.rank} raised after it had started {self._machine.num_launched} of "
-                    f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
-                    "process group anew",
-                    rank=self.group.rank,
-                )
+        self._poisoned(
+            Aborted(
+                f"backward of rank {self.group.rank} raised after it had started {self._machine.num_launched} of "
+                f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
+                "process group anew",
+                rank=self.group.rank,
             )
+        )
 
     # --- weights: from the public step hooks of the optimizers --------------------------------
 
@@ -597,7 +626,10 @@ class Reducer:
         return snapshot(self.recorder, events, kept_since_ns, self.storage.buckets, context)
 
     def _algorithm(self, hook: str) -> fatal:
-        return fatal(self.group, hook, self.algorithm.name)
+        return fatal(self.group, hook, self.algorithm.name, self.scope.others)
+
+    def _poisoned(self, error: BaguaError) -> BaguaError:
+        return poisoned(self.group, error, self.scope.others)
 
 
 class _EndOfBackward:

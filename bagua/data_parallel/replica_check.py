@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from bagua import _C
+from bagua.data_parallel.scope import Scope, synchronised_options
 from bagua.distributed.devices import HostCopy, current_stream, processor_of, timing_event
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import BaguaError, InvalidArgument
@@ -87,6 +88,7 @@ class ReplicaCheck:
         model: returns the model, such as a weak reference; None where it is gone.
         optimizers: in the same order on all ranks.
         group: the ranks.
+        scope: what is not of the model's own group is not compared, nor are options of ignored parameters alone.
         setting: equal on all ranks. "auto": after the second step, and from then on as seldom as it takes to cost less
             than 0.1% of the time (1 to 1000 steps); an error where ranks differ. "warn": a warning in the log instead.
             A number: every so many steps; an error. False: never.
@@ -101,8 +103,10 @@ class ReplicaCheck:
         optimizers: Sequence[torch.optim.Optimizer],
         group: ProcessGroup,
         setting: str | int = "auto",
+        scope: Scope | None = None,
     ) -> None:
         check_setting(setting)
+        self._scope = scope
         self._model, self._optimizers, self._group = model, tuple(optimizers), group
         self._raises, self._is_on = setting != "warn", setting is not False and group.size > 1
         self._interval = setting if type(setting) is int else None
@@ -206,8 +210,10 @@ class ReplicaCheck:
         """Returns the named tensors to compare, those of the CPU first, and the texts of the other options."""
         tensors: list[tuple[str, Any]] = []
         options: dict[str, str] = {}
+        model, scope = self._model(), self._scope
+        parts = {} if model is None or scope is None else scope.part_of_parameters(model)
         for index, optimizer in enumerate(self._optimizers):
-            for number, of_group in enumerate(optimizer.param_groups):
+            for number, of_group in enumerate(synchronised_options(optimizer, parts)):
                 for key, value in of_group.items():
                     for part, leaf in _leaves(key, value) if key != "params" else ():
                         name = f"{part} of parameter group {number} of optimizer {index}"
@@ -215,10 +221,11 @@ class ReplicaCheck:
                             tensors.append((name, leaf))
                         else:
                             options[name] = leaf
-        model = self._model()
         if model is not None:
-            tensors += [(f"parameter {name!r}", one) for name, one in model.named_parameters() if parameters]
-            tensors += [(f"buffer {name!r}", one) for name, one in model.named_buffers() if buffers]
+            is_compared = (lambda name: True) if scope is None else (lambda name: scope.part_of(name) == 0)
+            of_model = [("parameter", one) for one in model.named_parameters() if parameters]
+            of_model += [("buffer", one) for one in model.named_buffers() if buffers]
+            tensors += [(f"{kind} {name!r}", one) for kind, (name, one) in of_model if is_compared(name)]
         tensors = [(name, tensor) for name, tensor in tensors if _has_values_here(tensor)]
         tensors.sort(key=lambda entry: (not entry[1].is_cpu, str(entry[1].device)))
         return tensors, options

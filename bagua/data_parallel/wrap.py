@@ -39,6 +39,7 @@ from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, h
 from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.reducer import Reducer
 from bagua.data_parallel.replica_check import ReplicaCheck, check_setting
+from bagua.data_parallel.scope import IGNORED, Scope
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.world import GroupLike, resolve
@@ -59,6 +60,8 @@ def with_bagua(
     broadcast_buffers: bool | None = None,
     nonfinite: Literal["pass", "raise"] = "pass",
     check_replicas: str | int | bool = "auto",
+    ignore: Sequence[str] = (),
+    groups: Mapping[str, GroupLike] | None = None,
     **options: Any,
 ) -> Model:
     """Makes ``model`` train in step with the same model on the other ranks; collective.
@@ -94,11 +97,20 @@ def with_bagua(
             option of an optimizer that differs. "auto": after the second step, and then as often as costs below 0.1% of
             the training. A number: every so many steps. "warn": as "auto", with a warning instead. False: never. While
             weights are exchanged only a number compares, and options only.
+        ignore: patterns of fnmatch, such as ``["experts.*"]``. Parameters and buffers of these names are left alone:
+            each rank keeps its own, with its own gradients and optimizer states, and they are not compared.
+        groups: patterns, each with the group in which this rank has what it matches: experts that several ranks hold
+            alike. Each rank passes the group that it belongs to. Parameters, buffers and optimizer states become equal
+            to those of the group's first rank, and gradients their sum in the group divided by the number of *all*
+            ranks, because the loss is the mean over all ranks and an expert's gradient has the contributions of all
+            (``average=False``: the sum). They are not compared. Without error feedback, ``hierarchical`` and
+            ``nonfinite="raise"``.
         options: the algorithm's own.
 
     Raises:
         InvalidArgument: ranks disagree about model or options (every rank raises it, with both sides); unknown
-            algorithm or option; a parameter that cannot be synchronised.
+            algorithm or option; a parameter that cannot be synchronised; a pattern that matches nothing, or a name that
+            matches two.
 
     Example:
         >>> bagua.init_process_group()
@@ -127,7 +139,10 @@ def with_bagua(
         check_unused(chosen, earlier)
         check_types(settings)
         check_setting(check_replicas)
-        check_model(model, optimizers, other_parameter_ids(earlier))
+        scope = Scope(model, group, ignore, groups)
+        scope.check_algorithm(chosen, nonfinite)
+        ignored = scope.ignored_names(model)
+        check_model(model, optimizers, other_parameter_ids(earlier), ignored)
         check_names(model)
         chosen.check(optimizers)
         optimizer_of = {}
@@ -143,30 +158,32 @@ def with_bagua(
             expected = '"pass" or "raise"' if chosen.exchanges == "gradients" else f'"pass" for {chosen.name!r}'
             raise InvalidArgument(f"nonfinite is {nonfinite!r}, expected {expected}")
         reducer = Reducer(
-            _make_storage(model, group, chosen, optimizer_of, bucket_bytes, earlier),
+            _make_storage(model, scope, chosen, optimizer_of, bucket_bytes, earlier),
             chosen,
-            group,
+            scope,
             optimizers=optimizers,
-            buffers=BufferBroadcast(model, group) if broadcast_buffers is not False else None,
+            buffers=BufferBroadcast(model, scope) if broadcast_buffers is not False else None,
             always_broadcasts=broadcast_buffers is True,
             find_unused_parameters=find_unused_parameters,
             raises_nonfinite=nonfinite == "raise",
-            replica_check=ReplicaCheck(weakref.ref(model), optimizers, group, check_replicas),
+            replica_check=ReplicaCheck(weakref.ref(model), optimizers, group, check_replicas, scope),
             earlier=earlier.reducer if earlier is not None else None,
         )
-        return (reducer, OptimizerStates(optimizers, group)), {
+        return (reducer, OptimizerStates(optimizers, model, scope)), {
             "the number of with_bagua calls on this model": _num_wraps(earlier),
             "algorithm": chosen.name,
             **{f"option {name!r}": repr(value) for name, value in chosen.options().items()},
             **{name: value for name, (value, _) in settings.items()},
             "check_replicas": check_replicas,
-            **describe_model(model, optimizers),
+            "ignore and the patterns of groups": scope.patterns,
+            **describe_model(model, optimizers, ignored),
         }
 
     remedy = "pass the same model, optimizers, algorithm and options on all ranks"
     reducer, states = agree(group, prepare, remedy)
     # Each ends on all ranks before the next begins; until the last has, nothing is changed.
     with _closing_if_refused(group):
+        reducer.scope.check_groups()
         agree(group, lambda: (states.receive(), {}), remedy)
         agree(group, lambda: (reducer.algorithm.attach(reducer.training), {}), remedy)
         agree(group, lambda: (reducer.enter_stage(), {}), remedy)
@@ -192,7 +209,7 @@ def _take_over(model: torch.nn.Module, states: OptimizerStates, reducer: Reducer
     """All ranks are prepared: makes them equal, and trains on with ``reducer``."""
     if earlier is not None:
         earlier.algorithm.detach()
-    broadcast_model(model, reducer.group)
+    broadcast_model(model, reducer.scope)
     states.take_over()
     reducer.algorithm.begin(reducer.storage.buckets)
     # With rank 0's optimizer states the others may have come to its stage.
@@ -232,22 +249,27 @@ def _make_algorithm(algorithm: str | Algorithm, options: dict[str, Any]) -> Algo
 
 def _make_storage(
     model: torch.nn.Module,
-    group: ProcessGroup,
+    scope: Scope,
     algorithm: Algorithm,
     optimizer_of: Mapping[int, int],
     bucket_bytes: int,
     earlier: BaguaHandle | None,
 ) -> BucketStorage:
     old = earlier.reducer.storage if earlier is not None else None
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trainable = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and scope.part_of(name) != IGNORED
+    ]
     is_same_model = old is not None and [id(p) for _, p in trainable] == [id(p) for p in old.parameters]
     return BucketStorage(
         trainable,
-        group,
+        scope.group,
         bucket_bytes=bucket_bytes,
         small_bucket_bytes=SMALL_BUCKET_BYTES if algorithm.exchanges == "gradients" else bucket_bytes,
         bucket_class=algorithm.bucket_class,
         optimizer_of=optimizer_of,
+        group_of=scope.part_of_parameters(model),
         order=earlier.reducer.order if is_same_model else None,
     )
 
