@@ -33,6 +33,7 @@ class CommHook:
         self._joining = threading.Lock()  # guards the next two
         self._group: ProcessGroup | None = None
         self._level: Level | None = None
+        self._first_of: dict[int, torch.Tensor] = {}  # the first parameter of each bucket
         self._is_laid_out = False  # True after the first backward, when DDP's buckets have their final layout
         self._loaded: Mapping[str, Any] | None = None  # a state, until the group is known
 
@@ -41,6 +42,8 @@ class CommHook:
         """Starts the mean of the bucket's gradients over all ranks; DDP calls it."""
         group, level = self._joined()
         tensor, index = bucket.buffer(), bucket.index()
+        if self._is_laid_out:
+            self._check_owner(index, bucket.parameters()[0])
         label = f"bucket {index}"
         if self._is_laid_out:
             work = self._reductions.all_reduce(group, tensor, index, ReduceOp.AVG, label)
@@ -55,6 +58,10 @@ class CommHook:
         future = TorchFuture(level, result, work.device)
         level.thread.after_enqueued(work, future.take_turn)
         return future
+
+    def _check_owner(self, index: int, parameter: torch.Tensor) -> None:
+        if self._first_of.setdefault(index, parameter) is not parameter:
+            raise InvalidArgument("this hook serves another DistributedDataParallel already; make one for each model")
 
     def _joined(self) -> tuple[ProcessGroup, Level]:
         """Returns the ranks and the thread that completes futures; collective when it is first called."""
@@ -80,6 +87,8 @@ class CommHook:
     def state_dict(self) -> dict[str, Any]:
         """Returns what error feedback remembers on this rank, for a checkpoint; every rank saves its own."""
         if self._group is None:
+            if self._loaded is not None:
+                return dict(self._loaded)
             raise InvalidArgument("state_dict() of a hook before the first backward: there is nothing to save yet")
         return self._reductions.state_dict(self._group)
 

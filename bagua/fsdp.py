@@ -109,8 +109,9 @@ class Compression:
     ) -> None:
         self._shards, self._replicas = shards, replicas
         self._reduce_scatters, self._all_reduces = reduce_scatters, all_reduces
-        self._pending: list[Work] = []
-        self._backward = -1  # the one at whose end pending reductions are waited for
+        # Reductions that are waited for at the end of their backward, by that: one with use_reentrant=True has others
+        # inside of it.
+        self._pending: dict[int, list[Work]] = {}
 
     def attach(self, units: Sequence[_Unit]) -> None:
         """Registers itself with FSDP2."""
@@ -147,16 +148,17 @@ class Compression:
         if not may_be_late or backward == -1:
             work.wait()
             return
-        if backward != self._backward:
-            self._backward = backward
-            self._pending.clear()  # of a backward that raised
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_all)
-        self._pending.append(work)
+        if backward not in self._pending:
+            self._pending[backward] = []
+            finish = functools.partial(self._finish_backward, backward)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+        self._pending[backward].append(work)
 
-    def _finish_all(self) -> None:
-        pending, self._pending, self._backward = self._pending, [], -1
-        for work in pending:
+    def _finish_backward(self, backward: int) -> None:
+        for work in self._pending.pop(backward):
             work.wait()
+        for earlier in [one for one in self._pending if one > backward]:
+            del self._pending[earlier]  # it raised inside of this one
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what error feedback remembers on this rank: plain data and tensors; every rank saves its own."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from bagua.files import replace_file
 __all__ = ["load", "save"]
 
 _INDEX = "checkpoint.json"
+_OURS = re.compile(r"(?:model|rank\d+)\.(\d+)\.pt")
 _REMEDY = "pass the same optimizers and names on all ranks"
 
 
@@ -89,9 +91,12 @@ def _write(
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         }
         own = {"bagua": handle.state_dict(), "others": others, **({} if are_equal else training)}
-        replace_file(_file(folder, f"rank{group.rank}", number), _bytes_of(own))
-        if are_equal and group.rank == 0:
-            replace_file(_file(folder, "model", number), _bytes_of(training))
+        try:
+            replace_file(_file(folder, f"rank{group.rank}", number), _bytes_of(own))
+            if are_equal and group.rank == 0:
+                replace_file(_file(folder, "model", number), _bytes_of(training))
+        except OSError as error:
+            raise InvalidArgument(f"the checkpoint cannot be written: {error}; the earlier one is unchanged") from error
         return None, {}
 
     agree(group, write, _REMEDY)
@@ -107,7 +112,8 @@ def _write(
     agree(group, name_it, _REMEDY)
     if leads_node:
         for file in folder.glob("*.pt"):
-            if not file.name.endswith(f".{number}.pt"):
+            written = _OURS.fullmatch(file.name)
+            if written is not None and int(written[1]) != number:
                 with contextlib.suppress(OSError):  # another host has deleted it, or its disk is read-only by now
                     file.unlink()
 
@@ -170,6 +176,15 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
         check_state(own["bagua"], handle)
         if training is not None:
             _check_model(inner, training["model"])
+            for optimizer, saved in zip(chosen, training["optimizers"], strict=False):
+                sizes = [
+                    [len(one["params"]) for one in groups] for groups in (saved["param_groups"], optimizer.param_groups)
+                ]
+                if sizes[0] != sizes[1]:
+                    raise InvalidArgument(
+                        f"{folder} has an optimizer with {sizes[0]} parameters in its groups, load got one with "
+                        f"{sizes[1]}"
+                    )
             if len(training["optimizers"]) != len(chosen):
                 raise InvalidArgument(
                     f"{folder} holds {len(training['optimizers'])} optimizers, load got {len(chosen)}"
@@ -221,9 +236,11 @@ def _paused(handle: BaguaHandle) -> Iterator[None]:
     stops = hasattr(handle.algorithm, "pause") and not handle.algorithm.is_paused
     if stops:
         handle.pause()
-    yield
-    if stops:
-        handle.resume()
+    try:
+        yield
+    finally:
+        if stops and handle.group.failure() is None:  # all ranks raise alike, or none
+            handle.resume()
 
 
 def _checked(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

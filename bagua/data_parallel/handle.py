@@ -107,7 +107,8 @@ class BaguaHandle:
 
         A rank that leaves the block early takes part in the backwards of the others with gradients of zero. When all
         have left it, every rank has the weights, the buffers, and the states of the optimizers that ``with_bagua`` got,
-        of one that went on to the end. It costs a small message per forward, for which all ranks wait.
+        of one that went on to the end. It costs a small message per forward, for which all ranks wait. A forward is
+        followed by its backward; a GradScaler is not supported, since ranks that have left do not see its scale change.
 
         Args:
             divide_by_initial_world_size: gradients are the mean over all ranks, zeros included; False: over those that

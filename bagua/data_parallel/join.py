@@ -45,7 +45,9 @@ class Joining:
         """Returns what the active ranks do; _LEFT where there are none."""
         group = self._reducer.group
         plans = torch.empty(group.size, dtype=torch.uint8, device="cpu")
-        group.all_gather(plans, torch.tensor([own], dtype=torch.uint8, device="cpu"), blocking=True).wait()
+        work = group.all_gather(plans, torch.tensor([own], dtype=torch.uint8, device="cpu"), blocking=True)
+        work.label = "join"
+        work.wait()
         active = plans.nonzero().flatten().tolist()
         if not active:
             return _LEFT
@@ -100,6 +102,11 @@ def join(reducer: Reducer, model: torch.nn.Module, divide_by_initial_world_size:
         raise InvalidArgument(
             "join with groups=: a rank without inputs has no tokens for the experts of others, which wait for them; "
             "give all ranks the same number of batches"
+        )
+    if float(reducer.training.loss_scale) != 1:
+        raise InvalidArgument(
+            "join with a GradScaler: a rank without inputs does not see the scale change; give all ranks the same "
+            "number of batches, or train in bfloat16"
         )
     if reducer.joining is not None:
         raise InvalidArgument("join is active for this model already; leave that block first")

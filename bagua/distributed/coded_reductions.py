@@ -100,10 +100,11 @@ class CodedReductions:
         def commit() -> None:
             now, following = self._residuals[key]
             if result.is_cpu:
-                if work.is_result_finite:
+                # Of a reduce-scatter a rank sees its own block of the result, and what it sent to others.
+                if work.is_result_finite and not work.nonfinite_blocks:
                     self._residuals[key] = following, now
                 return
-            is_finite = torch.isfinite(result).all()
+            is_finite = torch.isfinite(result).all() & torch.isfinite(following[0]).all()
             for old, new in zip(now, following, strict=True):
                 torch.where(is_finite, new, old, out=old)
 

@@ -6,16 +6,20 @@ the ranks exchange what they have got: one element per call, whose answer the ne
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import signal
 import threading
 import weakref
 from types import FrameType
+from typing import Any
 
 import torch
 
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.distributed.world import GroupLike, resolve
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["preemption"]
 
@@ -23,6 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _has_come = threading.Event()  # a signal has, on this rank
 _installed = False
+_earlier: dict[int, Any] = {}  # the handlers that were there before
 # The exchange that the last call has started, by group.
 _under_way: weakref.WeakKeyDictionary[ProcessGroup, tuple[Work, torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -51,12 +56,34 @@ def preemption(group: GroupLike = None) -> bool:
     group = resolve(group)
     has_ended = False
     if group in _under_way:
-        work, flag = _under_way.pop(group)
+        work, flag = _under_way[group]
         work.wait()
         has_ended = bool(flag.item())
+    else:
+        group.before_close.append(functools.partial(_finish, weakref.ref(group)))
     flag = torch.tensor([_has_come.is_set()], dtype=torch.uint8, device="cpu")
     _under_way[group] = group.all_reduce(flag, ReduceOp.MAX, label="preemption"), flag
     return has_ended
+
+
+def _finish(group_ref: weakref.ref[ProcessGroup]) -> None:
+    """Waits for the exchange of the last call before a group is closed: slower ranks take part in it then."""
+    _has_come.clear()
+    work, _ = _under_way.pop(group_ref(), (None, None))
+    if work is not None:
+        with contextlib.suppress(BaguaError):  # a failure of the group has been raised elsewhere
+            work.wait()
+
+
+def _in_child() -> None:
+    global _installed
+    for number, earlier in _earlier.items():  # a forked child is no rank: signals end it as before
+        signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+    _earlier.clear()
+    _installed = False
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _install() -> None:
@@ -66,7 +93,7 @@ def _install() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgument("bagua.preemption() handles signals, so call it on the main thread first")
     for number in SIGNALS:
-        earlier = signal.getsignal(number)
+        earlier = _earlier[number] = signal.getsignal(number)
 
         def handle(number: int, frame: FrameType | None, earlier=earlier) -> None:
             _has_come.set()

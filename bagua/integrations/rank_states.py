@@ -41,7 +41,7 @@ class RankStates:
         own = self._last
         if own is None:
             handle = self.model.bagua
-            in_background = hasattr(handle.algorithm, "pause")
+            in_background = hasattr(handle.algorithm, "pause") and not handle.algorithm.is_paused
             if in_background:
                 handle.pause()
             own = self._own(handle)

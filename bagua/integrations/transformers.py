@@ -45,6 +45,11 @@ class BaguaMixin:
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         if not training:
             return super()._wrap_model(model, training, dataloader)
+        if self.args.torch_compile:
+            raise bagua.InvalidArgument(
+                "torch_compile=True is not supported; pass a model that is compiled, by "
+                "model.compile(backend=bagua.compile_backend())"
+            )
         prepare_model(self.accelerator, self.model)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # of Accelerate's, after an earlier train()
         wrapped = bagua.DistributedDataParallel(

@@ -90,7 +90,10 @@ def _with_others(rank, world_size, folder):
             bagua.save(folder, model, optimizer, loader=object() if rank == 1 else 1)
         with pytest.raises(InvalidArgument, match="the ranks disagree about names"):
             bagua.save(folder, model, optimizer, **{f"of_{rank}": 1})
+        (folder / "best_model.pt").write_text("the program's own")
         bagua.save(folder, model, optimizer, scheduler=scheduler, step=3, seen=torch.arange(3) + rank)
+        bagua.save(folder, model, optimizer, scheduler=scheduler, step=3, seen=torch.arange(3) + rank)
+        assert (folder / "best_model.pt").exists()
         again = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         plain = bagua.load(folder, model, optimizer, scheduler=again)
         assert again.last_epoch == 1
@@ -98,6 +101,9 @@ def _with_others(rank, world_size, folder):
         assert sorted(plain) == ["seen", "step"]
         with pytest.raises(InvalidArgument, match=r"holds \['scheduler', 'seen', 'step'\], but load got \['scaler'\]"):
             bagua.load(folder, model, optimizer, scaler=again)
+        halves = [{"params": [model.scale]}, {"params": [model.wide.weight]}]
+        with pytest.raises(InvalidArgument, match="parameters in its groups"):
+            bagua.load(folder, model, torch.optim.AdamW(halves))
         with pytest.raises(InvalidArgument, match="holds 1 optimizers, load got 0"):
             bagua.load(folder, model)
         with pytest.raises(InvalidArgument, match="'bytegrad', the model runs 'gradient_allreduce'"):

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -21,6 +22,8 @@ def _signalled(rank, world_size, number):
     for step in range(6):
         if step == 2 and rank == 1:
             os.kill(os.getpid(), number)
+        if step == 5 and rank == 0:
+            time.sleep(0.5)  # the other one closes its group meanwhile
         got.append(bagua.preemption())
     bagua.destroy_process_group()
     assert seen == [number] * (rank == 1)

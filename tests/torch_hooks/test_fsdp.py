@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import bagua
 from bagua.errors import InvalidArgument
@@ -47,6 +48,7 @@ CASES = {
     "fp16 on the wire": {"policy": {"reduce_dtype": torch.float16}},
     "offload": {"offloads": True},
     "checkpointed activations": {"is_checkpointed": True},
+    "reentrant checkpoints": {"is_reentrant": True},
     "silent micro-batches": {"silent": "set_requires_gradient_sync"},
     "reductions in every micro-batch": {"num_micro": 2},
     "micro-batches among shards": {"silent": "set_requires_all_reduce"},
@@ -55,8 +57,8 @@ CASES = {
 }
 
 
-def trained(rank, mesh, form, policy=None, offloads=False, is_checkpointed=False, silent="", num_micro=1, reads=False,
-            skips=False):  # fmt: skip
+def trained(rank, mesh, form, policy=None, offloads=False, is_checkpointed=False, is_reentrant=False, silent="",
+            num_micro=1, reads=False, skips=False):  # fmt: skip
     model = make_model()
     if is_checkpointed:
         apply_activation_checkpointing(model, check_fn=lambda one: isinstance(one, torch.nn.ReLU))
@@ -84,7 +86,7 @@ def trained(rank, mesh, form, policy=None, offloads=False, is_checkpointed=False
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
             x = torch.randn(8, 64, generator=generator)
             for part in model[1:] if skips and step == 1 else model:
-                x = part(x)
+                x = checkpoint(part, x.requires_grad_(), use_reentrant=True) if is_reentrant else part(x)
             x.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -166,6 +168,23 @@ def reduce_scatter_is_as_defined(rank, world_size, codec, error_feedback):
 )
 def test_the_reduce_scatter_by_its_definition(pool2, codec, error_feedback):
     pool2.run(reduce_scatter_is_as_defined, args=(codec, error_feedback))
+
+
+def bears_nan(rank, world_size):
+    """Rank 0's part of rank 1's block is NaN, which rank 0 does not see in its own block of the result."""
+    with mesh_of(1, world_size) as mesh:
+        model = fully_shard(Sum(), mesh=mesh["dp_shard"])
+        bagua.fsdp.compress(model, "minmax_uint8", error_feedback=True)
+        backward(model, gradient(0, rank))
+        bad = gradient(1, rank)
+        if rank == 0:
+            bad[-1, -1] = float("nan")
+        assert backward(model, bad).isnan().any() == (rank == 1)
+        assert backward(model, gradient(2, rank)).isfinite().all()
+
+
+def test_nan_stays_in_no_residual(pool2):
+    pool2.run(bears_nan)
 
 
 def divides_by_a_factor(rank, world_size):
