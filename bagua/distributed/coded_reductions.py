@@ -100,7 +100,7 @@ class CodedReductions:
         def commit() -> None:
             now, following = self._residuals[key]
             if result.is_cpu:
-                # Of a reduce-scatter a rank sees its own block of the result, and what it sent to others.
+                # A rank sees its own block of a reduce-scatter only, and what it has sent for the others.
                 if work.is_result_finite and not work.nonfinite_blocks:
                     self._residuals[key] = following, now
                 return
