@@ -23,7 +23,7 @@ from bagua.replay.cases import PROFILES, Case, Outcome, outcomes_of
 from bagua.replay.plots import PLOTTED, check_format, plot
 from bagua.replay.profiles import Profile
 from bagua.replay.ranks import Ranks, RanksFailed
-from bagua.replay.systems import DDP_HOOKS, check, check_scaled, measure_here, parse
+from bagua.replay.systems import DDP_HOOKS, HOOKS, check, check_scaled, measure_here, parse
 
 __all__ = ["RanksFailed", "checked", "run", "systems_of"]
 
@@ -86,7 +86,7 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
         parser.error(f"--congestion is {args.congestion}; this kernel has {', '.join(available)}")
     if is_launched and (has_hosts or args.congestion or len(args.rates) > 1):
         parser.error("under a launcher its hosts are used; pass only --rates, with the one rate of their links")
-    known = (*DDP_HOOKS, *bagua.algorithms.available())
+    known = (*HOOKS, *bagua.algorithms.available())
     unknown = [system for system in args.systems or () if not _is_system(parse(system)[0], known)]
     if unknown:
         parser.error(f"--systems has {', '.join(unknown)}; expected {', '.join(known)}, with or without options")

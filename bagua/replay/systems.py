@@ -41,13 +41,13 @@ def _bf16_hook(state, bucket):
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
 
-# Functions that make the communication hook.
+# Functions that make the communication hook: of torch's own systems, the baselines, and of all under DDP.
 DDP_HOOKS: dict[str, Callable | None] = {
     "ddp": None,
     "ddp_fp16": lambda: default_hooks.fp16_compress_hook,
     "ddp_bf16": lambda: _bf16_hook,
-    "ddp_minmax_uint8": bagua.ddp.comm_hook,
 }
+HOOKS = {**DDP_HOOKS, "ddp_minmax_uint8": bagua.ddp.comm_hook}
 # The options of with_bagua, and those of DDP that can be used alone, with their expected values.
 _ON, _POSITIVE, _POSITIVE_INTEGER = "True or False", "a number of more than 0", "an integer of at least 1"
 _WRAP_OPTIONS = {"bucket_bytes": _POSITIVE_INTEGER, "find_unused_parameters": _ON, "broadcast_buffers": _ON}
@@ -122,7 +122,7 @@ def parse(system: str) -> tuple[str, dict[str, Any]]:
 def check(system: str) -> None:
     """Raises InvalidArgument for a system that no rank can play: an unknown name or option, or a value out of range."""
     name, options = parse(system)
-    if name in DDP_HOOKS:
+    if name in HOOKS:
         for option in options:
             if option not in _DDP_OPTIONS:
                 known = ", ".join(sorted(_DDP_OPTIONS))
@@ -148,7 +148,7 @@ def check_scaled(system: str, profile: Profile, scale: float) -> None:
     The times would be wrong: powersgd, for one, has no thin factors of a matrix of a single column.
     """
     name, options = parse(system)
-    if name in DDP_HOOKS:
+    if name in HOOKS:
         return
     algorithm = _algorithm_of(name, options)
     for layer, scaled in zip(profile.layers, profile.scaled(scale).layers, strict=True):
@@ -327,12 +327,12 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     parameters = list(model.parameters())
     optimizer = _optimizer_of(name, parameters)
     forward: torch.nn.Module = model
-    if name in DDP_HOOKS:
+    if name in HOOKS:
         defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 has no init_sync
         options = {name: value for name, value in defaults.items() if name in _DDP_OPTIONS} | options
         forward = torch.nn.parallel.DistributedDataParallel(model, **options)
-        if DDP_HOOKS[name] is not None:
-            forward.register_comm_hook(None, DDP_HOOKS[name]())
+        if HOOKS[name] is not None:
+            forward.register_comm_hook(None, HOOKS[name]())
     elif name != ALONE:
         bagua.with_bagua(model, optimizer, algorithm=name, **options)
 
