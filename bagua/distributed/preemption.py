@@ -24,6 +24,7 @@ from bagua.errors import BaguaError, InvalidArgument
 __all__ = ["preemption"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LAST_EXCHANGE_S = 5.0  # no longer: a rank that ends by an error must not keep the others waiting for it
 
 _has_come = threading.Event()  # a signal has, on this rank
 _installed = False
@@ -71,8 +72,8 @@ def _finish(group_ref: weakref.ref[ProcessGroup]) -> None:
     _has_come.clear()
     work, _ = _under_way.pop(group_ref(), (None, None))
     if work is not None:
-        with contextlib.suppress(BaguaError):  # a failure of the group has been raised elsewhere
-            work.wait()
+        with contextlib.suppress(BaguaError):  # the others are late, or the group has failed
+            work.wait(_LAST_EXCHANGE_S)
 
 
 def _in_child() -> None:

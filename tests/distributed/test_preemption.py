@@ -48,3 +48,18 @@ def _in_a_thread(function):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_all_ranks_hear_at_the_same_call(number):
     assert spawn(_signalled, 2, args=(number,)) == [[False, False, False, True, True, True]] * 2
+
+
+def _fails_after_a_call(rank, world_size):
+    bagua.init_process_group(timeout=300)
+    bagua.preemption()
+    if rank == 1:
+        bagua.destroy_process_group()  # as at the exit of a program that has raised
+        return
+    with pytest.raises(bagua.BaguaError, match="rank 1"):
+        bagua.barrier()
+    bagua.destroy_process_group()
+
+
+def test_a_rank_that_ends_does_not_wait_for_the_others_for_long():
+    spawn(_fails_after_a_call, 2, timeout=60)
