@@ -22,6 +22,7 @@ import torch
 from bagua import _C, codecs
 from bagua.distributed.devices import check_supported, common_device
 from bagua.distributed.process_group import ProcessGroup, Work, dtype_code
+from bagua.distributed.tensors import local_tensor
 from bagua.errors import InvalidArgument
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
@@ -40,7 +41,9 @@ class Member:
         index: of the parameter.
         name: of the parameter.
         parameter: the parameter.
-        view: the part of ``bucket.flat`` that is its gradient, or weight; dense.
+        view: the part of ``bucket.flat`` that is its gradient, or weight; dense. Of a DTensor this rank's part.
+        grad: ``view`` as the parameter's ``.grad``: itself, or a DTensor of it.
+        is_spread: True if the parameter is a DTensor.
         dtype: of ``view`` as it was made.
         values: ``view`` as the numbers of ``bucket.flat``, a tensor of its own; of complex ones ``[..., 2]``, as
             torch.view_as_real.
@@ -53,7 +56,9 @@ class Member:
         "_is_complex",
         "_stride",
         "dtype",
+        "grad",
         "index",
+        "is_spread",
         "name",
         "num_bytes",
         "parameter",
@@ -66,6 +71,20 @@ class Member:
         self.values, self._is_complex, self.num_bytes = as_real(view.detach()), view.is_complex(), view.nbytes
         self._address, self.dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
         self._device = None if view.is_cpu else view.device
+        self.grad = view
+        self.is_spread = hasattr(parameter, "to_local")
+        if self.is_spread:
+            mesh, placements = parameter.device_mesh, parameter.placements
+            kind: Any = type(parameter)  # torch.distributed.tensor is slow to import
+            self.grad = kind.from_local(view, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+    def local_grad(self) -> torch.Tensor | None:
+        """Returns this rank's part of the parameter's ``.grad``; collective over its mesh if it is a partial sum."""
+        grad = self.parameter.grad
+        if grad is self.grad or not self.is_spread:
+            return self.view if grad is self.grad else grad
+        with torch.no_grad():
+            return None if grad is None else grad.redistribute(placements=self.parameter.placements).to_local()
 
     def is_in_bucket(self) -> bool:
         """Returns True if ``view`` is still there: ``model.to()`` gives gradients other memory inside their tensors."""
@@ -204,12 +223,12 @@ class Bucket:
             tensors: instead of the weights, one per member and of its shape.
             flat: instead of the bucket's own, of its size.
         """
-        sources = [self._weight_of(member) for member in self.members] if tensors is None else list(tensors)
-        torch._foreach_copy_(self._views(flat), sources)
+        sources = [self._weight_of(member) for member in self.members] if tensors is None else tensors
+        torch._foreach_copy_(self._views(flat), [local_tensor(source) for source in sources])
         self.zero_padding(flat)
 
     def _weight_of(self, member: Member) -> torch.Tensor:
-        weight = member.parameter.detach()
+        weight = local_tensor(member.parameter.detach())
         if weight.dtype is not member.dtype:  # _foreach_copy_ would round it
             raise InvalidArgument(
                 f"the parameter {member.name!r} is {weight.dtype}, but was {member.dtype} when the model was "
@@ -224,7 +243,7 @@ class Bucket:
         """
         parts = []
         for member in self.members:
-            weight = member.parameter.detach()
+            weight = local_tensor(member.parameter.detach())
             if weight.shape != member.view.shape or not member.is_alike(weight):
                 return None
             parts.append((self.place_of(member)[0], as_real(weight)))
@@ -233,13 +252,13 @@ class Bucket:
     @torch.no_grad()
     def store(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
         """The weights <- flat; arguments as for ``load``."""
-        destinations = [member.parameter for member in self.members] if tensors is None else list(tensors)
-        torch._foreach_copy_(destinations, self._views(flat))
+        destinations = [member.parameter for member in self.members] if tensors is None else tensors
+        torch._foreach_copy_([local_tensor(one) for one in destinations], self._views(flat))
 
     @torch.no_grad()
     def add_to_weights(self) -> None:
         """The weights += flat."""
-        torch._foreach_add_([member.parameter for member in self.members], self._views(None))
+        torch._foreach_add_([local_tensor(member.parameter) for member in self.members], self._views(None))
 
     def place_of(self, member: Member) -> tuple[int, int]:
         """The first element of ``member`` in ``flat``, and the one behind its last."""
@@ -379,7 +398,8 @@ class BucketStorage:
         self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
         optimizer_of, group_of = optimizer_of or {}, group_of or {}
         kinds = [
-            (bucket_dtype(p), bucket_class(p), optimizer_of.get(id(p)), group_of.get(id(p), 0)) for p in self.parameters
+            (bucket_dtype(p), bucket_class(local_tensor(p)), optimizer_of.get(id(p)), group_of.get(id(p), 0))
+            for p in self.parameters
         ]
         self._kinds, self._keys = _number(kinds)
         self._device = common_device((f"parameter {name!r}", parameter) for name, parameter in named_parameters)
@@ -406,11 +426,12 @@ class BucketStorage:
         self.buckets = self._slice(offsets, numels)
         self.members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
         live = [(member, member.parameter.grad) for member in self.members if self._holds(member.parameter.grad)]
-        live = [(member, _park(grad, member.view)) for member, grad in live]  # all parked before the first is written
+        # All are parked before the first is written.
+        live = [(member, _park(local_tensor(grad), member.view)) for member, grad in live]
         for member, grad in live:
             if grad is not None:
                 member.view.copy_(grad)
-            member.parameter.grad = member.view
+            member.parameter.grad = member.grad
         for bucket in self.buckets:
             bucket.zero_padding()
 
@@ -424,8 +445,8 @@ class BucketStorage:
         """Moves the gradients of the parameters that ``successor`` has, too, into its memory."""
         for member in successor.members:
             if self._holds(member.parameter.grad):
-                member.view.copy_(member.parameter.grad)
-                member.parameter.grad = member.view
+                member.view.copy_(local_tensor(member.parameter.grad))
+                member.parameter.grad = member.grad
 
     def _plan(self, order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """The bucket and the first element there of each parameter, and the elements of each bucket."""
@@ -451,7 +472,7 @@ class BucketStorage:
                 if filled_numel < offsets[tensor]:
                     gaps.append((filled_numel, offsets[tensor]))
                 filled_numel = offsets[tensor] + _numel(self.parameters[tensor])
-                view = _shaped_like(flat[offsets[tensor] : filled_numel], self.parameters[tensor])
+                view = _shaped_like(flat[offsets[tensor] : filled_numel], local_tensor(self.parameters[tensor]))
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
             if filled_numel < numel:
                 gaps.append((filled_numel, numel))
@@ -462,16 +483,16 @@ class BucketStorage:
     def _holds(self, grad: torch.Tensor | None) -> bool:
         if grad is None or grad.layout is not torch.strided:
             return False
-        return grad.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+        return local_tensor(grad).untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
 
 
 def _numel(parameter: torch.Tensor) -> int:
     """Elements in its bucket."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+    return local_tensor(parameter).numel() * (2 if parameter.is_complex() else 1)
 
 
 def _padded_bytes(parameter: torch.Tensor) -> int:
-    num_bytes = parameter.numel() * parameter.element_size()
+    num_bytes = _numel(parameter) * bucket_dtype(parameter).itemsize
     return num_bytes + -num_bytes % ALIGN_BYTES
 
 

@@ -96,6 +96,10 @@ class QAdam(CompressedGradients):
         super().check(optimizers)
         for index, optimizer in enumerate(optimizers):
             optimizer.check_given(self._adam_options(), "algorithm 'qadam'", f"optimizers[{index}]")
+            if any(hasattr(p, "to_local") for options in optimizer.param_groups for p in options["params"]):
+                raise InvalidArgument(
+                    "algorithm 'qadam' steps no DTensors; take 'bytegrad' or 'qsgd' and an optimizer of torch for them"
+                )
 
     def attach(self, training: Training) -> None:
         super().attach(training)

@@ -227,6 +227,11 @@ def _wrapped(model: torch.nn.Module) -> tuple[BaguaHandle, torch.nn.Module]:
     if handle is None:
         raise InvalidArgument("the model is not wrapped; call bagua.with_bagua(model, optimizers, algorithm=...) first")
     handle.group.check()
+    if spread := next((name for name, one in handle.module.named_parameters() if hasattr(one, "to_local")), None):
+        raise InvalidArgument(
+            f"parameter {spread!r} is a DTensor, of which each rank has a part; keep model and optimizer by "
+            "torch.distributed.checkpoint, and model.bagua.state_dict() in a file per rank"
+        )
     return handle, handle.module
 
 

@@ -14,7 +14,7 @@ import torch
 from bagua.algorithms import Algorithm
 from bagua.buckets import check_parameter, is_dense
 from bagua.distributed.devices import check_supported
-from bagua.distributed.tensors import address_of
+from bagua.distributed.tensors import address_of, local_tensor
 from bagua.errors import InvalidArgument
 
 
@@ -33,7 +33,7 @@ def describe_model(
     described = {}
     for name, parameter in _named(model.named_parameters(), ignored):
         kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
-        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_memory_format_of(parameter)}"
+        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_layout_of(parameter)}"
     for name, buffer in _named(model.named_buffers(), ignored):
         described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -46,8 +46,15 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]], ignored: Collection[str]
     return ((name, tensor) for name, tensor in tensors if name not in ignored)
 
 
-def _memory_format_of(parameter: torch.Tensor) -> str:
-    """Describes how gradients lie in memory, as they are added up so; axes of one element have no order."""
+def _layout_of(parameter: torch.Tensor) -> str:
+    """Describes how gradients lie in memory, as they are added up so, and which part of a DTensor this rank holds.
+
+    Axes of one element have no order.
+    """
+    if hasattr(parameter, "to_local"):
+        mesh, part = parameter.device_mesh, parameter.to_local()
+        where = f"part {tuple(mesh.get_coordinate() or ())} of a mesh of {tuple(mesh.shape)} by {parameter.placements}"
+        return f" {where}, {tuple(part.shape)}{_layout_of(part)}"
     is_strided = parameter.requires_grad and parameter.layout is torch.strided
     if not is_strided or parameter.is_contiguous() or not is_dense(parameter):
         return ""
@@ -179,6 +186,7 @@ def _check_memory(value: Any, what: str) -> None:
     """Raises InvalidArgument for a tensor whose elements cannot be sent, or not be written where they are."""
     if not isinstance(value, torch.Tensor):
         return
+    value = local_tensor(value)
     if not value.is_cpu:
         check_supported(value.device, what)
     if value.layout is not torch.strided:
@@ -207,6 +215,17 @@ def check_exchanges(algorithm: Algorithm) -> None:
 
 
 _WEIGHT_HOOKS = {"before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step"}
+
+
+def check_fully_sharded(model: torch.nn.Module, algorithm: Algorithm) -> None:
+    """Raises InvalidArgument for gradients that torch's fully_shard reduces itself."""
+    for name, module in model.named_modules() if algorithm.exchanges == "gradients" else ():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise InvalidArgument(
+                f"{f'module {name!r}' if name else 'the model'} is under fully_shard, which reduces gradients itself; "
+                "compress them by bagua.fsdp.compress(model, codec), or exchange weights with an algorithm such as "
+                "'local_sgd' and group=mesh['dp_replicate']"
+            )
 
 
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:

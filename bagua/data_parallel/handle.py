@@ -102,6 +102,45 @@ class BaguaHandle:
         finally:
             self.reducer.synchronises = before
 
+    @contextlib.contextmanager
+    def accumulate(self, num_backwards: int) -> Iterator[None]:
+        """Runs a block with ``num_backwards`` backwards, of which the last one synchronises the sum of all.
+
+        It is ``no_sync`` for code that runs all backwards of a step itself, such as a pipeline schedule of torch, whose
+        stage is the wrapped model and whose micro-batches are the backwards.
+
+        Args:
+            num_backwards: 1 or more, the same on all ranks of the group.
+
+        Raises:
+            InvalidArgument: another number of backwards has run inside.
+
+        Example:
+            >>> with model.bagua.accumulate(2):
+            ...     for x, y in [(x1, y1), (x2, y2)]:
+            ...         loss(model(x), y).backward()
+        """
+        if type(num_backwards) is not int or num_backwards < 1:
+            raise InvalidArgument(f"accumulate() got {num_backwards!r}, expected a number of backwards, 1 or more")
+        reducer = self.reducer
+        if reducer.algorithm.exchanges != "gradients":
+            raise InvalidArgument(
+                f"accumulate is for gradients; algorithm {reducer.algorithm.name!r} exchanges weights, whatever the "
+                "number of backwards: leave it out"
+            )
+        before = reducer.num_steps
+        with self.no_sync():
+            reducer.skip_backwards(num_backwards - 1)
+            try:
+                yield
+            finally:
+                reducer.skip_backwards(0)
+        if reducer.num_steps != before + 1:
+            raise InvalidArgument(
+                f"accumulate({num_backwards}): {reducer.num_steps - before} backwards inside have synchronised, "
+                f"expected the last of {num_backwards}"
+            )
+
     def join(self, divide_by_initial_world_size: bool = True) -> contextlib.AbstractContextManager[None]:
         """Lets ranks train on while others have no more batches: as ``DistributedDataParallel.join`` of torch.
 
@@ -152,7 +191,8 @@ class BaguaHandle:
             raise InvalidArgument(f"weight() got {num}, expected the number of tokens that the loss is a mean of")
         if self.algorithm.exchanges != "gradients":
             raise InvalidArgument(f"weight() is for gradients, but algorithm {self.algorithm.name!r} exchanges weights")
-        left = [parameter.grad for parameter in self.reducer.storage.parameters if parameter.grad is not None]
+        grads = [member.local_grad() for member in self.reducer.storage.members]
+        left = [grad for grad in grads if grad is not None]
         if not left:  # by zero_grad()
             self._num_left = 0.0
         if not self.reducer.synchronises:

@@ -16,6 +16,7 @@ from bagua.data_parallel.checks import is_sharded
 from bagua.data_parallel.scope import IGNORED, Scope, synchronised_options
 from bagua.distributed import plain_data
 from bagua.distributed.process_group import ProcessGroup
+from bagua.distributed.tensors import local_tensor
 from bagua.errors import InvalidArgument
 
 
@@ -32,7 +33,7 @@ def broadcast_model(model: torch.nn.Module, scope: Scope, src: int = 0) -> None:
         if part == IGNORED or scope.groups[part].size == 1:
             continue
         group, src_of_part = scope.groups[part], src if part == 0 else 0
-        tensor = tensor.detach()
+        tensor = local_tensor(tensor.detach())
         if tensor.is_contiguous():
             works.append(group.broadcast(_bytes_of(tensor), src_of_part, label=name))
         else:
@@ -112,6 +113,7 @@ class _StatesOfPart:
         for index, text in enumerate(texts):
             if text != self._texts[index]:  # otherwise the tensors that are here take its values
                 self._trees[index] = plain_data.loads(text, [_TensorSpec])
+                _check_not_spread(index, self._optimizers[index], self._trees[index])
                 self._tensors[index] = _empty_tensors(self._trees[index], self._optimizers[index])
 
     def take_over(self) -> None:
@@ -138,10 +140,12 @@ class _StatesOfPart:
         options = [{key: group[key] for key in group if key != "params"} for group in self._options_of(optimizer)]
         states = [optimizer.state.get(parameter) for parameter in self._parameters_of(optimizer)]
 
-        def take_out(tensor: torch.Tensor) -> _TensorSpec:
+        def take_out(whole: torch.Tensor) -> _TensorSpec:
+            tensor = local_tensor(whole)
             tensors.append(tensor)
             strides = (tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")).stride()
-            return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, tensor.device.type))
+            kind, is_spread = tensor.device.type, tensor is not whole
+            return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, kind, is_spread))
 
         return _mapped((options, states), torch.Tensor, take_out)
 
@@ -163,6 +167,8 @@ def _write_dict(held: dict[str, Any], received: dict[str, Any]) -> dict[str, Any
         del held[key]
     for key, value in received.items():
         there = held.get(key)
+        if isinstance(there, torch.Tensor) and value is local_tensor(there):
+            continue  # it has arrived where it belongs
         is_tensor = isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor)
         if is_tensor and there.shape == value.shape and there.dtype == value.dtype:
             there.detach().copy_(value)
@@ -182,7 +188,7 @@ def _text_of(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
 
 
 class _TensorSpec(tuple):
-    """A stand-in for a tensor in a tree: (number, shape, strides, dtype, type of its device).
+    """A stand-in for a tensor in a tree: (number, shape, strides, dtype, type of its device, True of a DTensor's part).
 
     It has strides because fused optimizers go through a parameter and its states by their memory; contiguous ones where
     the tensor is not dense.
@@ -197,11 +203,22 @@ def _empty_tensors(tree: Any, optimizer: torch.optim.Optimizer) -> list[torch.Te
     tensors: list[torch.Tensor] = []
 
     def add(spec: _TensorSpec) -> None:
-        _, shape, strides, dtype, kind = spec
+        _, shape, strides, dtype, kind, _ = spec
         tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=devices.get(kind, kind)))
 
     _mapped(tree, _TensorSpec, add)
     return tensors
+
+
+def _check_not_spread(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> None:
+    """Raises InvalidArgument for parts of DTensors among states that this rank lacks: it cannot put them together."""
+    spread: list[bool] = []
+    _mapped(tree, _TensorSpec, lambda spec: spread.append(spec[-1]))
+    if any(spread):
+        raise InvalidArgument(
+            f"optimizers[{index}] ({type(optimizer).__name__}) has states of DTensors that differ between the ranks in "
+            "what they hold; wrap the model before its first step, or load the optimizer's state on all ranks"
+        )
 
 
 def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:

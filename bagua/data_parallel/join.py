@@ -58,8 +58,8 @@ class Joining:
         """Rescales the mean, which has counted zeros."""
         group, averages = self._reducer.group, getattr(self._reducer.algorithm, "average", True)
         if not self._divides_by_all and averages and self._num_active < group.size:
-            grads = [one.grad for one in self._reducer.storage.parameters if one.grad is not None]
-            torch._foreach_mul_(grads, group.size / self._num_active)
+            grads = [member.local_grad() for member in self._reducer.storage.members]
+            torch._foreach_mul_([grad for grad in grads if grad is not None], group.size / self._num_active)
 
     def shadow(self) -> bool:
         """Takes part until all ranks have left; returns True if some rank left before others."""

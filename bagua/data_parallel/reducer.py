@@ -91,6 +91,8 @@ class Reducer:
         self.groups = list(scope.groups)  # and those that the algorithm has made
         self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
         self.synchronises = True  # False inside no_sync
+        self._num_skipped = 0  # in ``accumulate``: the backwards to come that stay local
+        self._adds_locally = False  # a backward that stays local has reached a parameter
         self.sends_gradients = True  # now: an algorithm may begin with gradients and change over to weights
         self.recorder = Recorder()
         self.recorder.job_ranks = group.job_ranks
@@ -184,11 +186,18 @@ class Reducer:
             self._open(-1)
             self._began_at_output = True
 
+    def skip_backwards(self, num: int) -> None:
+        """The next ``num`` backwards stay local, and those behind them synchronise."""
+        self._num_skipped, self.synchronises = num, num == 0
+
     @torch._disable_dynamo
     def _local_ends(self) -> None:
         if self._local_ns is not None:  # else a forward has begun in between
             self.recorder.add_compute("local backward", self._local_ns, time.monotonic_ns())
             self._local_ns = None
+        if self._num_skipped and self._adds_locally:  # not torch.autograd.grad()
+            self.skip_backwards(self._num_skipped - 1)
+        self._adds_locally = False
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
@@ -197,6 +206,7 @@ class Reducer:
         elif self._sums == "held":
             self._look_at_sums(index)
         is_open = self._machine.is_open
+        self._adds_locally = not is_open
         may_stay = is_open and self._stream.is_current()
         grad = parameter.grad
         if grad is None:
@@ -207,7 +217,7 @@ class Reducer:
             member = self._members[index]
             if not member.is_in_bucket():
                 raise self._poisoned(errors.moved(member.name, self.group.rank))
-            if grad is not member.view:
+            if grad is not member.grad:
                 self._move_into_bucket(member, grad, may_stay)
         self._is_used[index] = 1
         if is_open:
@@ -254,20 +264,22 @@ class Reducer:
         Adding to them and summing again would count them once for each rank.
         """
         if self._sums == "held":
-            grads = [m.parameter.grad for m in self._members if m.index != first and m.parameter.grad is not None]
-            self._sums = "added to" if any(bool(grad.any()) for grad in grads) else ""
+            grads = (m.local_grad() for m in self._members if m.index != first)
+            self._sums = "added to" if any(grad is not None and bool(grad.any()) for grad in grads) else ""
 
     def _move_into_bucket(self, member: Member, grad: torch.Tensor, may_stay: bool) -> None:
         if grad.requires_grad or grad.layout is not torch.strided:
             if grad.requires_grad and not self.synchronises:
                 return  # local, so the graph that create_graph=True asked for stays whole
             raise self._poisoned(errors.refused_gradient(member.name, grad))
+        if member.is_spread:
+            grad, may_stay = member.local_grad(), False
         is_alike = member.is_alike(grad)
         if not is_alike and member.parameter.dtype is not member.view.dtype:
             raise self._poisoned(errors.moved(member.name, self.group.rank))
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
-            member.parameter.grad = member.view
+            member.parameter.grad = member.grad
 
     # --- what the state machine decides
 
@@ -362,7 +374,7 @@ class Reducer:
         for index, kept in self._missing.items():
             member = self._members[index]
             if is_used_anywhere[index]:
-                member.parameter.grad = member.view
+                member.parameter.grad = member.grad
                 continue
             unused.append(index)
             if kept is not None:
@@ -381,7 +393,7 @@ class Reducer:
             member = self._members[index]
             if not member.is_in_bucket():
                 raise self._poisoned(errors.moved(member.name, self.group.rank))
-            grad = member.parameter.grad
+            grad = member.local_grad()
             self._missing[index] = member.view.clone() if grad is member.view else None
             if grad is None:
                 member.view.zero_()

@@ -28,6 +28,7 @@ from bagua import _C
 from bagua.data_parallel.scope import Scope, synchronised_options
 from bagua.distributed.devices import HostCopy, current_stream, processor_of, timing_event
 from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.distributed.tensors import local_tensor
 from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["ReplicaCheck", "check_setting"]
@@ -78,8 +79,8 @@ class _Check:
 class ReplicaCheck:
     """Compares parameters, buffers and the options of optimizers between ranks, bit for bit.
 
-    Parameters and buffers are those that ``named_parameters`` and ``named_buffers`` give at the time, frozen ones too;
-    not those that ranks hold parts of (DTensor), that have no values (meta, lazy) or are sparse. Options are the
+    Parameters and buffers are those that ``named_parameters`` and ``named_buffers`` give at the time, frozen ones too,
+    of a DTensor the part that a rank holds; not those that have no values (meta, lazy) or are sparse. Options are the
     entries of ``param_groups`` that are numbers, texts, None, tensors, or tuples and lists of them. Ranks whose
     processors (or numbers of threads) differ may round differently: there unequal tensors are written to the log, with
     the distance, and only unequal options are an error.
@@ -225,7 +226,7 @@ class ReplicaCheck:
             is_compared = (lambda name: True) if scope is None else (lambda name: scope.part_of(name) == 0)
             of_model = [("parameter", one) for one in model.named_parameters() if parameters]
             of_model += [("buffer", one) for one in model.named_buffers() if buffers]
-            tensors += [(f"{kind} {name!r}", one) for kind, (name, one) in of_model if is_compared(name)]
+            tensors += [(f"{kind} {name!r}", local_tensor(one)) for kind, (name, one) in of_model if is_compared(name)]
         tensors = [(name, tensor) for name, tensor in tensors if _has_values_here(tensor)]
         tensors.sort(key=lambda entry: (not entry[1].is_cpu, str(entry[1].device)))
         return tensors, options

@@ -114,6 +114,28 @@ class Scope:
                 'groups= with nonfinite="raise", which needs the same gradients on all ranks; use bagua.amp.GradScaler'
             )
 
+    def check_meshes(self, model: torch.nn.Module) -> None:
+        """Raises InvalidArgument for a DTensor whose mesh has several ranks of its group, naming the mesh dimension."""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            mesh, part = getattr(tensor, "device_mesh", None), self.part_of(name)
+            if mesh is None or part == IGNORED:
+                continue
+            group = self.groups[part]
+            own = group.ranks[group.rank]
+            at = {rank: (mesh.mesh == rank).nonzero().tolist() for rank in group.ranks}
+            other = next((rank for rank in group.ranks if rank != own and at[rank]), None)
+            if other is None:
+                continue
+            pairs = zip(at[own][0] if at[own] else (), at[other][0], strict=False)
+            axis = next((axis for axis, (ours, theirs) in enumerate(pairs) if ours != theirs), 0)
+            dimension = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+            raise InvalidArgument(
+                f"parameter or buffer {name!r} is a DTensor over the mesh dimension {dimension!r}, in which the group "
+                f"has the ranks {own} and {other}: they hold parts that are not to be averaged, or torch reduces over "
+                "them itself. Pass a group of ranks that hold the same part: another dimension of one mesh, such as "
+                "group=mesh['dp']"
+            )
+
     def check_groups(self) -> None:
         """Raises InvalidArgument on all ranks if those of a group have not passed that same group. Collective."""
         if not self.others:

@@ -28,7 +28,7 @@ from bagua.distributed.arguments import ReduceOp
 from bagua.distributed.checkpoints import check_writer, writer_of
 from bagua.distributed.devices import keep_for_current_stream, multiplied
 from bagua.distributed.process_group import ProcessGroup
-from bagua.distributed.tensors import Residuals
+from bagua.distributed.tensors import Residuals, local_tensor
 from bagua.errors import InvalidArgument
 
 Key = tuple[str, int]  # the name of a state, and the index of a bucket or of a parameter
@@ -328,7 +328,7 @@ class ParameterStates:
                 member = members.get(of)
                 wanted = None if member is None else member.values.numel()
                 if member is not None and shape is not None:
-                    wanted = torch.Size(shape(member.parameter)).numel()
+                    wanted = torch.Size(shape(local_tensor(member.parameter))).numel()
                 if value.numel() != wanted:
                     raise InvalidArgument(
                         f"{name!r} of {of!r} has {value.numel()} elements in the checkpoint and {wanted} here; load it "
@@ -378,7 +378,7 @@ class ParameterStates:
         key, shaped = (name, member.index), self._values[SHAPED]
         if key not in shaped:
             described = self._described[name]
-            shape = described.shape(member.parameter)
+            shape = described.shape(local_tensor(member.parameter))
             shaped[key] = torch.zeros(shape, dtype=described.dtype, device=member.view.device)
         return shaped[key]
 

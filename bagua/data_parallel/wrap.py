@@ -27,6 +27,7 @@ from bagua.buckets import DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, BucketStorag
 from bagua.data_parallel.buffers import BufferBroadcast
 from bagua.data_parallel.checks import (
     check_exchanges,
+    check_fully_sharded,
     check_is_model,
     check_model,
     check_types,
@@ -82,7 +83,8 @@ def with_bagua(
             forward: call with_bagua again.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
         group: the ranks to train with, all by default: a group of bagua or of torch.distributed, or a DeviceMesh with
-            one dimension, such as ``mesh["dp_replicate"]``.
+            one dimension, such as ``mesh["dp_replicate"]``. Of a DTensor each rank synchronises its part, with ranks
+            that hold the same one: the group crosses the parameter's mesh in one rank.
         bucket_bytes: gradients, or weights, travel in messages of at most this size, 25 MiB by default (a larger
             tensor is one message). Where gradients are exchanged the first message is smaller, 512 KiB at most, so that
             it leaves early; those after it grow, each up to what went before, and the last ones shrink, each to half of
@@ -142,6 +144,8 @@ def with_bagua(
         scope = Scope(model, group, ignore, groups)
         scope.check_algorithm(chosen, nonfinite)
         ignored = scope.ignored_names(model)
+        check_fully_sharded(model, chosen)
+        scope.check_meshes(model)
         check_model(model, optimizers, other_parameter_ids(earlier), ignored)
         check_names(model)
         chosen.check(optimizers)

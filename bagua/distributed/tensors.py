@@ -253,8 +253,8 @@ class Residuals:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without its history, and of a DTensor the part that this rank holds; it shares memory."""
-    return getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    """Returns the part of a DTensor that this rank holds, which shares its memory, and any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def address_of(tensor: torch.Tensor, what: str) -> int:

@@ -67,6 +67,33 @@ def test_gradients_are_local_inside(pool2):
     assert not torch.equal(first, second)
 
 
+def _other_numbers(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(make_net())
+        with pytest.raises(InvalidArgument, match=r"accumulate\(3\): 0 backwards .*expected the last of 3"):
+            with model.bagua.accumulate(3):
+                for step in range(2):
+                    loss_of(model, batch(rank, step)).backward()
+        model.zero_grad()
+        with pytest.raises(InvalidArgument, match=r"accumulate\(1\): 2 backwards inside have synchronised"):
+            with model.bagua.accumulate(1):
+                for step in range(2):
+                    loss_of(model, batch(rank, step)).backward()
+        for num in (0, 2.0, True):
+            with pytest.raises(InvalidArgument, match=f"accumulate.. got {num}, expected a number of backwards"):
+                with model.bagua.accumulate(num):
+                    pytest.fail("the block was entered")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="local_sgd")
+        with pytest.raises(InvalidArgument, match="accumulate is for gradients; algorithm 'local_sgd'"):
+            with model.bagua.accumulate(2):
+                pytest.fail("the block was entered")
+
+
+def test_accumulate_with_another_number_of_backwards(pool2):
+    pool2.run(_other_numbers)
+
+
 class HasItsOwn(torch.nn.Linear):
     def no_sync(self):
         return contextlib.nullcontext()

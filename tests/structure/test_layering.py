@@ -128,7 +128,7 @@ ORDER = {
         "states": BUCKETS | {"algorithms"},
         "buffers": GROUP,
         "initial_sync": BUCKETS,
-        "replica_check": CORE | {"distributed.devices", "distributed.process_group"},
+        "replica_check": CORE | {"distributed.devices", "distributed.process_group", "distributed.tensors"},
         "reducer": STEPPING,
         "join": STEPPING,
         "handle": STEPPING,

@@ -1,12 +1,14 @@
 """The blocks of docs/fsdp.md run, on the CPU and gloo."""
 
 import re
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
@@ -35,6 +37,11 @@ def _run(rank, world_size):
         names = {"torch": torch, "bagua": bagua, "init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
         names |= {"MixedPrecisionPolicy": MixedPrecisionPolicy, "num_hosts": 2, "gpus_per_host": 1}
         names |= {"DistributedDataParallel": DistributedDataParallel, "model": Model()}
+        names |= {"parallelize_module": parallelize_module, "x": torch.randn(4, 64), "num_microbatches": 1}
+        names["plan"] = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+        if "schedule" in block:
+            model = bagua.with_bagua(names["model"])
+            names["schedule"] = types.SimpleNamespace(step=lambda x, of=model: of(x).sum().backward())
         if block.startswith("bagua.fsdp"):
             fully_shard(names["model"])
         exec(compile(block.replace('"cuda"', '"cpu"'), "docs/fsdp.md", "exec"), names)
@@ -45,5 +52,5 @@ def _run(rank, world_size):
 
 @pytest.mark.skipif(not is_torch_at_least(2, 9), reason="FSDP2's custom reduce-scatter is of torch 2.9")
 def test_the_blocks(pool2):
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 6
     pool2.run(_run)
