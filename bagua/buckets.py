@@ -28,8 +28,8 @@ from bagua.errors import InvalidArgument
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
 SMALL_BUCKET_BYTES = 512 * 1024  # of the first and the last
 ALIGN_BYTES = 64
-# dtype, Algorithm.bucket_class, index of the optimizer, and of the group
-Kind = tuple[torch.dtype, Hashable, int | None, int]
+# dtype, Algorithm.bucket_class, index of the optimizer, of the group, and of the fragment
+Kind = tuple[torch.dtype, Hashable, int | None, int, int]
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
@@ -124,6 +124,7 @@ class Bucket:
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
         group_index: which ranks exchange it: 0 those of the model, n those of the n-th pattern of ``groups``.
+        fragment: which part of the model it is of, where an algorithm exchanges parts at different times.
         declaration: what was sent for it last, a ``bagua.algorithms.Declaration``; empty before the first exchange.
         works: what was started for it in this backward.
         sent: in this backward, the Declarations of what was started for it so far.
@@ -146,12 +147,14 @@ class Bucket:
         members: Sequence[Member],
         gaps: Sequence[tuple[int, int]],
         group_index: int = 0,
+        fragment: int = 0,
     ) -> None:
         self.index = index
         self.label = f"bucket {index}"
         self.kind = kind
         self.optimizer_index = optimizer_index
         self.group_index = group_index
+        self.fragment = fragment
         self.declaration: Any = None  # set by the reducer
         self.works: list[Work] = []
         self.sent: list[Any] = []
@@ -374,6 +377,7 @@ class BucketStorage:
         bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
         optimizer_of: which optimizer steps a parameter, by its id; parameters of different ones share no bucket.
         group_of: which group exchanges a parameter, by its id, 0 by default; the same.
+        fragment_of: ``Algorithm.fragments_of``, by the order of ``named_parameters``; the same.
         order: expected ready order as indices into ``named_parameters``; the default is last to first.
     """
 
@@ -387,6 +391,7 @@ class BucketStorage:
         bucket_class: Callable[[torch.nn.Parameter], Hashable],
         optimizer_of: Mapping[int, int] | None = None,
         group_of: Mapping[int, int] | None = None,
+        fragment_of: Sequence[int] | None = None,
         order: Sequence[int] | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
@@ -397,9 +402,10 @@ class BucketStorage:
         self.bucket_of: list[int] = []  # by parameter
         self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
         optimizer_of, group_of = optimizer_of or {}, group_of or {}
+        fragment_of = [0] * len(self.parameters) if fragment_of is None else fragment_of
         kinds = [
-            (bucket_dtype(p), bucket_class(local_tensor(p)), optimizer_of.get(id(p)), group_of.get(id(p), 0))
-            for p in self.parameters
+            (bucket_dtype(p), bucket_class(local_tensor(p)), optimizer_of.get(id(p)), group_of.get(id(p), 0), fragment)
+            for p, fragment in zip(self.parameters, fragment_of, strict=True)
         ]
         self._kinds, self._keys = _number(kinds)
         self._device = common_device((f"parameter {name!r}", parameter) for name, parameter in named_parameters)
@@ -462,7 +468,7 @@ class BucketStorage:
         buckets = []
         begin = 0
         for index, (tensors, numel) in enumerate(zip(members_of, numels, strict=True)):
-            dtype, kind, optimizer_index, group_index = self._kinds[self._keys[tensors[0]]]
+            dtype, kind, optimizer_index, group_index, fragment = self._kinds[self._keys[tensors[0]]]
             end = begin + numel * dtype.itemsize
             flat = self.memory[begin:end].view(dtype)
             members = []
@@ -476,7 +482,7 @@ class BucketStorage:
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
             if filled_numel < numel:
                 gaps.append((filled_numel, numel))
-            buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps, group_index))
+            buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps, group_index, fragment))
             begin = end
         return tuple(buckets)
 

@@ -50,19 +50,21 @@ class ParameterState:
 
     The library keeps it, moves it when buckets are laid out anew and puts it into checkpoints. What ``communicate``
     writes counts if the results of all buckets are finite; a backward with NaN or Inf changes nothing, and neither does
-    one in which no rank has used the parameter.
+    one in which no rank has used the parameter. An algorithm that exchanges weights reads and writes it in any hook.
 
     Attributes:
-        dtype: of what is kept.
+        dtype: of what is kept; None: that of the bucket, but float32 for smaller ones.
         shape: None: that of the gradient; kept side by side as the gradients are in their bucket. Otherwise the shape
             for a parameter.
         is_scaled: True if it counts in the unit of the gradients, as what ``feedback`` names does: then it is
             multiplied when ``bagua.amp.GradScaler`` changes its scale.
+        on_host: True to keep it in host memory, of a model on a device too; of those of the gradient's shape.
     """
 
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     shape: Callable[[torch.nn.Parameter], tuple[int, ...]] | None = None
     is_scaled: bool = False
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,15 @@ class Algorithm:
         """Describes what it remembers of each parameter, by name: ``bucket.state(name)`` in ``communicate``."""
         return {}
 
+    def fragments_of(self, names: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:
+        """Returns the fragment of each parameter, ``Bucket.fragment``; those of different ones never share a bucket.
+
+        Args:
+            names: of the parameters, in the order of their registration.
+            sizes: their bytes.
+        """
+        return [0] * len(names)
+
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         """Returns a key of shape and dtype; parameters with different keys never share a bucket."""
         return ""
@@ -163,6 +174,9 @@ class Algorithm:
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         """Runs after ``optimizer.step`` has returned."""
+
+    def synchronize(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
+        """Makes the weights those of the global model, if there is one: ``model.bagua.synchronize()``. Collective."""
 
     # --- set-up
 

@@ -1,23 +1,23 @@
 """local_sgd: every rank steps on its own gradients, and every k-th step the weights are averaged over all ranks.
 
-Data path: policy. No communication in backward; after the k-th optimizer step one all_reduce of the weights per
-bucket. Sources: arXiv 1805.09767; synchronous first and local later ("post-local"): arXiv 1808.07217.
+Data path: policy, on the engine of ``_outer.py`` without an outer rule. No communication in backward; after the k-th
+optimizer step one all_reduce of the weights per bucket. Sources: arXiv 1805.09767; synchronous first and local later
+("post-local"): arXiv 1808.07217.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._weights import ExchangedWeights
-from bagua.algorithms.base import About, Stage, Training
+from bagua.algorithms._outer import Mean, OuterSteps, Schedule
+from bagua.algorithms.base import About
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
-from bagua.distributed.process_group import ReduceOp, Work
+from bagua.distributed.process_group import ReduceOp
 from bagua.errors import InvalidArgument
 
 _MOMENTUM = ("average", "reset", "keep")
@@ -25,7 +25,7 @@ _MOMENTUM = ("average", "reset", "keep")
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class LocalSGD(ExchangedWeights):
+class LocalSGD(OuterSteps):
     """k local steps, then x <- mean over ranks of x.
 
     Each optimizer counts its own steps. In the synchronous steps gradients are averaged as by gradient_allreduce.
@@ -57,36 +57,16 @@ class LocalSGD(ExchangedWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sync_every < 1:
-            raise InvalidArgument(f"sync_every is {self.sync_every}, expected 1 or more")
         if self.post_local_after < 0:
             raise InvalidArgument(f"post_local_after is {self.post_local_after}, expected 0 or more")
         if self.momentum not in _MOMENTUM:
             raise InvalidArgument(f"momentum is {self.momentum!r}, expected one of {', '.join(map(repr, _MOMENTUM))}")
 
-    def attach(self, training: Training) -> None:
-        super().attach(training)
-        self._num_local_steps = [0] * len(training.optimizers)  # since the weights were equal
+        self.set_parts(Schedule(self.sync_every, warmup_steps=self.post_local_after), Mean(), None)
 
-    def stage(self) -> Stage:
-        return Stage(synchronises_gradients=min(self.num_steps) < self.post_local_after)
-
-    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
-        return group.all_reduce(bucket, ReduceOp.AVG)
-
-    def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
-    ) -> None:
-        index = self.index_of(optimizer)
-        is_local = not self.stage().synchronises_gradients
-        self.num_steps[index] += 1
-        self._num_local_steps[index] += is_local
-        if self._num_local_steps[index] < self.sync_every:
-            return
-        self._num_local_steps[index] = 0
+    def after_exchange(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         if group.size == 1:
             return
-        self._average([(bucket, None) for bucket in buckets], group)
         if self.momentum == "reset":
             for member in (member for bucket in buckets for member in bucket.members):
                 optimizer.state.pop(member.parameter, None)
@@ -118,13 +98,6 @@ class LocalSGD(ExchangedWeights):
                 if any(tensor is not m.view for tensor, m in zip(tensors, bucket.members, strict=True)):
                     exchanges.append((bucket, tensors))
             self._average(exchanges, group)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_local_steps": list(self._num_local_steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._num_local_steps = list(state["num_local_steps"])
 
 
 def _moments_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:

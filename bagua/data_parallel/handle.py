@@ -307,10 +307,15 @@ class BaguaHandle:
         return getattr(self.algorithm, method)
 
     def synchronize(self) -> None:
-        """Sends rank 0's buffers to all ranks now; collective."""
+        """Gives all ranks rank 0's buffers, and the weights of the global model where there is one; collective.
+
+        Under ``diloco`` that is an outer step now, with what is under way, so that the model can be evaluated or
+        published. Algorithms that average gradients have equal weights at any time.
+        """
         model = self._model()
         if model is not None:
             self.group.check()
+            self.reducer.synchronize()
             buffers = BufferBroadcast(model, self.reducer.scope)
             buffers.start()
             buffers.finish(may_write=False)

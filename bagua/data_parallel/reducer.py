@@ -96,7 +96,7 @@ class Reducer:
         self.sends_gradients = True  # now: an algorithm may begin with gradients and change over to weights
         self.recorder = Recorder()
         self.recorder.job_ranks = group.job_ranks
-        self.states = ParameterStates(algorithm.parameter_state(), group)
+        self.states = ParameterStates(algorithm.parameter_state(), group, algorithm.exchanges == "weights")
         self.buffers, self._always_broadcasts, self.replica_check = buffers, always_broadcasts, replica_check
         self.finds_unused, self._raises_nonfinite = find_unused_parameters, raises_nonfinite
         self.joining: Joining | None = None  # inside ``join``
@@ -519,6 +519,11 @@ class Reducer:
         self._enter_next_stage()
         self._seen.pop(self.training.optimizers.index(optimizer), None)
 
+    def synchronize(self) -> None:
+        """Makes the weights those of the global model, if the algorithm has one; collective."""
+        with self.recorder.hook("synchronize"), self._algorithm("synchronize"):
+            self.algorithm.synchronize(self.storage.buckets, self._bucket_group)
+
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self.training.optimizers.index(optimizer)
         return [bucket for bucket in self.storage.buckets if bucket.optimizer_index == index]
@@ -605,7 +610,8 @@ class Reducer:
         new = copy.copy(self)
         new.algorithm = copy.copy(self.algorithm)
         new.storage = self.storage.anew(layout)
-        new.states = ParameterStates(new.algorithm.parameter_state(), self.group)
+        is_direct = new.algorithm.exchanges == "weights"
+        new.states = ParameterStates(new.algorithm.parameter_state(), self.group, is_direct)
         new.states.load_state_dict(state["parameters"], new.algorithm.name, new.storage.buckets)
         new.num_steps, new._nonfinite, new._seen = state["num_steps"], None, {}
         new.new_machine(order)

@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from bagua import _C
 from bagua.data_parallel.scope import Scope, synchronised_options
-from bagua.distributed.devices import HostCopy, current_stream, processor_of, timing_event
+from bagua.distributed.devices import HostCopy, processor_of, timing_event
 from bagua.distributed.process_group import ProcessGroup, Work
-from bagua.distributed.tensors import local_tensor
+from bagua.distributed.tensors import digests_of, local_tensor
 from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["ReplicaCheck", "check_setting"]
@@ -191,8 +190,8 @@ class ReplicaCheck:
         tensors, options = self._tensors_and_options(parameters, buffers)
         device = tensors[-1][1].device if tensors else torch.device("cpu")
         events = [] if device.type == "cpu" else [timing_event(device)]
-        digests = _digests_of([tensor for _, tensor in tensors], device)
-        digest = _digests_of([digests], device)
+        digests = digests_of([tensor for _, tensor in tensors], device)
+        digest = digests_of([digests], device)
         if events:
             events.append(timing_event(device))
         interval = _UNMEASURED_INTERVAL
@@ -324,18 +323,6 @@ def _has_values_here(tensor: Any) -> bool:
     if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
         return False
     return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "to_local")
-
-
-def _digests_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One 64-bit number for each tensor, on ``device``; enqueued on the current streams. They are sorted by device."""
-    parts = []
-    for where, some in itertools.groupby(tensors, lambda tensor: tensor.device):
-        contiguous = [tensor.detach().contiguous() for tensor in some]
-        digests = torch.zeros(len(contiguous), dtype=torch.int64, device=where)
-        addresses, sizes = [tensor.data_ptr() for tensor in contiguous], [tensor.nbytes for tensor in contiguous]
-        _C.digest(addresses, sizes, digests.data_ptr(), current_stream(where))
-        parts.append(digests.to(device, non_blocking=True))
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | str]]:

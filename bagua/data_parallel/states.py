@@ -42,10 +42,11 @@ class ParameterStates:
     Args:
         described: the states by name.
         group: the ranks that train together.
+        is_direct: True where weights are exchanged: values are written at any time, and each exists once.
     """
 
-    def __init__(self, described: Mapping[str, ParameterState], group: ProcessGroup) -> None:
-        self._described, self._group = dict(described), group
+    def __init__(self, described: Mapping[str, ParameterState], group: ProcessGroup, is_direct: bool = False) -> None:
+        self._described, self._group, self._is_direct = dict(described), group, is_direct
         for name, one in self._described.items():
             if not isinstance(one, ParameterState):
                 raise InvalidArgument(f"parameter_state() describes {name!r} by {one!r}, expected a ParameterState")
@@ -70,7 +71,7 @@ class ParameterStates:
 
     def multiply(self, ratio: float | torch.Tensor) -> None:
         """Rescales what counts in the unit of gradients, which are to be ``ratio`` times as large from now on."""
-        for values in (*self._values.values(), self._parts, self._owners):
+        for values in (*self._values.values(), self._parts, self._owners) if not self._is_direct else ():
             for (name, _), value in values.items():
                 if self._described[name].is_scaled:
                     value.copy_(multiplied(value, ratio))
@@ -88,8 +89,8 @@ class ParameterStates:
         else:
             kind, key = SHAPED, (name, member.index)
             value = self._shaped(name, member)
-        into = self._successor(kind, key, value)
-        if (kind, key) not in self._renewed:
+        into = value if self._is_direct else self._successor(kind, key, value)
+        if (kind, key) not in self._renewed and not self._is_direct:
             into.copy_(value)
             self._renewed.add((kind, key))
         if described.shape is not None or member is None:
@@ -115,10 +116,11 @@ class ParameterStates:
         flat = self._flat(name, bucket, is_empty=self._encoder(hierarchical) is None)
         pairs = []
         for kind, value in ((FLATS, flat), (STRIPES, self._owned(name, bucket, stripe))):
-            following = self._successor(kind, key, value)
+            following = value if self._is_direct else self._successor(kind, key, value)
             # A second all_reduce of the bucket in one backward continues from what the first one has left.
             pairs += [following if (kind, key) in self._renewed else value, following]
-            self._renewed.add((kind, key))
+            if not self._is_direct:
+                self._renewed.add((kind, key))
         return Residuals(*pairs)
 
     def _look_up(self, name: str, what: str) -> ParameterState:
@@ -127,7 +129,7 @@ class ParameterStates:
                 f"{what}: the algorithm's parameter_state() describes "
                 f"{', '.join(map(repr, self._described)) or 'nothing'}"
             )
-        if not self._is_in_backward:
+        if not (self._is_in_backward or self._is_direct):
             raise InvalidArgument(f"{what} is for communicate: what is written elsewhere would be forgotten")
         return self._described[name]
 
@@ -364,8 +366,8 @@ class ParameterStates:
     def _flat(self, name: str, bucket: Bucket, is_empty: bool = False) -> torch.Tensor:
         key, flats = (name, bucket.index), self._values[FLATS]
         if key not in flats:
-            dtype = self._described[name].dtype
-            flats[key] = torch.zeros(0 if is_empty else bucket.numel, dtype=dtype, device=bucket.device)
+            dtype, device = self._kind_of(name, bucket)
+            flats[key] = torch.zeros(0 if is_empty else bucket.numel, dtype=dtype, device=device)
             for member in bucket.members:
                 part = self._parts.pop((name, member.index), None)
                 if part is not None and not is_empty:
@@ -381,6 +383,11 @@ class ParameterStates:
             shape = described.shape(local_tensor(member.parameter))
             shaped[key] = torch.zeros(shape, dtype=described.dtype, device=member.view.device)
         return shaped[key]
+
+    def _kind_of(self, name: str, bucket: Bucket) -> tuple[torch.dtype, torch.device]:
+        described = self._described[name]
+        dtype = described.dtype or torch.promote_types(bucket.dtype, torch.float32)
+        return dtype, torch.device("cpu") if described.on_host else bucket.device
 
     def _owned(self, name: str, bucket: Bucket, stripe: Stripe) -> torch.Tensor:
         key, (first, numel), stripes = (name, bucket.index), stripe, self._values[STRIPES]

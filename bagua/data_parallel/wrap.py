@@ -274,6 +274,7 @@ def _make_storage(
         bucket_class=algorithm.bucket_class,
         optimizer_of=optimizer_of,
         group_of=scope.part_of_parameters(model),
+        fragment_of=algorithm.fragments_of([name for name, _ in trainable], [p.nbytes for _, p in trainable]),
         order=earlier.reducer.order if is_same_model else None,
     )
 

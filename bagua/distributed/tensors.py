@@ -6,6 +6,7 @@ type that it knows; anything else is copied, and copied back when the operation 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bagua import _C
 from bagua.distributed.arguments import dtype_code
-from bagua.distributed.devices import check_supported, common_device, keep_for_current_stream
+from bagua.distributed.devices import check_supported, common_device, current_stream, keep_for_current_stream
 from bagua.distributed.memory_overlap import shares_with_itself
 from bagua.errors import InvalidArgument
 
@@ -25,6 +27,7 @@ __all__ = [
     "Residuals",
     "address_of",
     "check_pair",
+    "digests_of",
     "local_tensor",
     "prepare",
     "segments_of",
@@ -255,6 +258,22 @@ class Residuals:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the part of a DTensor that this rank holds, which shares its memory, and any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def digests_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns a 64-bit digest of each tensor, on ``device``; enqueued on the current streams.
+
+    Args:
+        tensors: sorted by device.
+    """
+    parts = []
+    for where, some in itertools.groupby(tensors, lambda tensor: tensor.device):
+        contiguous = [tensor.detach().contiguous() for tensor in some]
+        digests = torch.zeros(len(contiguous), dtype=torch.int64, device=where)
+        addresses, sizes = [tensor.data_ptr() for tensor in contiguous], [tensor.nbytes for tensor in contiguous]
+        _C.digest(addresses, sizes, digests.data_ptr(), current_stream(where))
+        parts.append(digests.to(device, non_blocking=True))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def address_of(tensor: torch.Tensor, what: str) -> int:

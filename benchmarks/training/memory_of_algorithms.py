@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from typing import Any
 
 from benchmarks.lib import ranks, report
@@ -31,6 +32,17 @@ class Case:
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unnamed_options(self) -> dict[str, Any]:
+        """Options without which a few steps would not show its memory: an exchange in each, and a codec that loses."""
+        import bagua
+
+        fields = {one.name: one.default for one in fields_of(bagua.algorithms.get(self.algorithm))}
+        needs_codec = self.options.get("error_feedback") and fields.get("codec") == ""
+        return ({"sync_every": 1} if "sync_every" in fields else {}) | (
+            {"codec": "minmax_uint8"} if needs_codec else {}
+        )
 
     @property
     def momentum(self) -> float | None:
@@ -88,7 +100,7 @@ def measure_all(args: argparse.Namespace) -> list[Extra]:
         {
             "way": case.algorithm,
             "momentum": case.momentum,
-            "options": {"bucket_bytes": _BUCKET_BYTES, **case.options},
+            "options": {"bucket_bytes": _BUCKET_BYTES, **case.unnamed_options, **case.options},
             **model,
         }
         for case in chosen

@@ -33,7 +33,8 @@ def test_codecs_equal_those_of_the_core():
 
 def test_errors_list_what_is_valid():
     with pytest.raises(
-        InvalidArgument, match="unknown algorithm 'sgd'; available: async_averaging, bytegrad, decentralized, gradient"
+        InvalidArgument,
+        match="unknown algorithm 'sgd'; available: async_averaging, bytegrad, decentralized, diloco, grad",
     ):
         get("sgd")
     with pytest.raises(InvalidArgument, match="unknown codec 'int4'; available: bf16, fp16, minmax_uint8"):

@@ -26,7 +26,11 @@ of_all = pytest.mark.parametrize("algorithm", OF_WEIGHTS)
 # For what is common code: one that exchanges before the step, and one in the background.
 of_few = pytest.mark.parametrize("algorithm", slow_but(OF_WEIGHTS, "decentralized", "async_averaging"))
 
-EVERY_STEP = {"local_sgd": {"sync_every": 1}, "async_averaging": {"sync_interval": 0.0}}
+EVERY_STEP = {
+    "local_sgd": {"sync_every": 1},
+    "diloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "async_averaging": {"sync_interval": 0.0},
+}
 
 
 def _wrap(algorithm, model, optimizers=None, **options):

@@ -96,7 +96,7 @@ ORDER = {
         "devices": CORE,
         "job_ranks": ERRORS,
         "work": CORE,
-        "tensors": CONFIG,
+        "tensors": CORE,
         "cores": CORE,
         "objects": ERRORS,
         "process_group": CORE,

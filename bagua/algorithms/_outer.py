@@ -1,0 +1,436 @@
+"""The outer engine: H local steps, and then one step of an outer rule on how far the ranks' weights have moved.
+
+Data path: policy. Five independent parts: a ``Schedule`` (when which fragment of the model is exchanged), the delta D =
+reference - weights, a codec with error feedback, an ``Aggregate`` (what all ranks make of their deltas), and an
+outer rule. An algorithm picks them; this file has the order. A fragment's delta travels by the engine's worker while
+the next steps compute, for ``overlap_steps`` of them; what has not arrived then is waited for. Without a rule the
+weights themselves travel, and nothing is remembered. Invariants: the reference is the last global value, bit for bit
+the same on all ranks, which a digest checks in every exchange; ``bucket.flat`` holds the delta while it is under way.
+Formulas: arXiv 2311.08105 (DiLoCo), 2501.18512 (fragments, overlap and merging).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bagua import codecs
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._weights import ExchangedWeights
+from bagua.algorithms.base import ParameterState, Stage, Training
+from bagua.buckets import Bucket, bucket_dtype
+from bagua.distributed.process_group import ReduceOp, Work
+from bagua.distributed.tensors import digests_of
+from bagua.errors import BaguaError, InvalidArgument
+
+REFERENCE, MOMENTUM, RESIDUAL = "reference", "momentum", "residual"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Chooses which fragment of the model is exchanged after a step, and when its result takes effect.
+
+    Attributes:
+        sync_every: H, the local steps between two exchanges of a fragment.
+        fragments: P; fragment p is due after steps p H / P modulo H.
+        overlap_steps: tau, the steps that an exchange may take, below H / P.
+        merge: alpha, how much of its own weights a rank keeps then: weights <- alpha weights + (1 - alpha) reference.
+        warmup_steps: steps before the first local one, in which gradients are averaged.
+
+    Raises:
+        InvalidArgument: a value that is out of range.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    overlap_steps: int = 0
+    merge: float = 0.0
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("sync_every", 1), ("fragments", 1), ("overlap_steps", 0), ("warmup_steps", 0)):
+            if getattr(self, name) < least:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}, expected {least} or more")
+        if self.sync_every % self.fragments:
+            raise InvalidArgument(
+                f"sync_every is {self.sync_every}, expected a multiple of fragments={self.fragments}: one of them is "
+                "exchanged after every (sync_every / fragments)-th step"
+            )
+        if self.overlap_steps >= self.distance:
+            raise InvalidArgument(
+                f"overlap_steps is {self.overlap_steps}, expected less than sync_every / fragments = {self.distance}: "
+                "an exchange ends before the next one begins"
+            )
+        if not 0 <= self.merge <= 1:
+            raise InvalidArgument(f"merge is {self.merge}, expected 0 (the global weights) to 1 (this rank's own)")
+        if self.merge and not self.overlap_steps:
+            raise InvalidArgument(
+                f"merge is {self.merge} with overlap_steps=0, where no step is taken meanwhile that it could keep; "
+                "leave one of them out"
+            )
+
+    @property
+    def distance(self) -> int:
+        """The steps from one exchange to the next."""
+        return self.sync_every // self.fragments
+
+    def due(self, step: int) -> int | None:
+        """Returns the fragment that is due after local step ``step``, which counts from 1.
+
+        Example:
+            >>> [Schedule(6, 3).due(step) for step in range(1, 9)]
+            [None, 1, None, 2, None, 0, None, 1]
+        """
+        return step // self.distance % self.fragments if step % self.distance == 0 else None
+
+
+class Aggregate(Protocol):
+    """The way from each rank's delta to one value that is the same on all ranks."""
+
+    def start(self, bucket: Bucket, group: BucketGroup, step: int) -> Any:
+        """Starts the exchange of the delta that ``bucket.flat`` holds; returns what ``finish`` gets."""
+
+    def finish(self, bucket: Bucket, started: Any) -> None:
+        """Waits, and leaves the aggregate in ``bucket.flat``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """The mean over all ranks, by an all_reduce.
+
+    Attributes:
+        codec: of what travels; None: full precision.
+        decay: beta, of the residuals of error feedback: e <- beta e + D, what travels is C(e), and e <- e - C(e). 1 for
+            classic error feedback; None for none.
+    """
+
+    codec: codecs.Codec | None = None
+    decay: float | None = None
+
+    def start(self, bucket: Bucket, group: BucketGroup, step: int) -> Work:
+        """See ``Aggregate``."""
+        if self.codec is None or bucket.dtype not in self.codec.dtypes:
+            reason = "" if self.codec is None else f"codec {self.codec.spec} does not encode {bucket.dtype}"
+            return group.all_reduce(bucket, ReduceOp.AVG, reason=reason)
+        if self.decay is not None and self.decay != 1:
+            residuals = bucket.residuals(RESIDUAL, self.codec, False)
+            residuals.worker_in.mul_(self.decay)
+            residuals.owner_in.mul_(self.decay)
+        codec = self.codec.with_seed(0, step, bucket.index) if self.codec.is_random else self.codec
+        feedback = None if self.decay is None else RESIDUAL
+        return group.all_reduce(bucket, ReduceOp.AVG, codec=codec, feedback=feedback)
+
+    def finish(self, bucket: Bucket, started: Work) -> None:
+        """See ``Aggregate``."""
+        started.wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterSGD:
+    """The outer rule b <- mu b + D; reference <- reference - lr (D + mu b), torch.optim.SGD with Nesterov's momentum.
+
+    Attributes:
+        lr: the outer learning rate.
+        momentum: mu; 0: plain SGD, which keeps no b.
+        nesterov: False for heavy ball, reference <- reference - lr b.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = True
+
+    def step(self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None) -> None:
+        """Changes ``reference`` and ``momentum`` in place; flat tensors, ``delta`` may be of a smaller dtype."""
+        if momentum is None:
+            reference.sub_(delta, alpha=self.lr)
+            return
+        momentum.mul_(self.momentum).add_(delta)
+        if self.nesterov:
+            reference.sub_(delta, alpha=self.lr).sub_(momentum, alpha=self.lr * self.momentum)
+        else:
+            reference.sub_(momentum, alpha=self.lr)
+
+
+@dataclasses.dataclass
+class _Exchange:
+    """An exchange of one fragment.
+
+    Attributes:
+        fragment: which one.
+        due: the local step after which its result takes effect.
+        buckets: of the fragment.
+        started: what ``Aggregate.start`` returned, by bucket; empty once it has arrived.
+        digests: of all ranks' references, and the message that brings them; None once they are compared.
+    """
+
+    fragment: int
+    due: int
+    buckets: list[Bucket]
+    started: list[tuple[Bucket, Any]] = dataclasses.field(default_factory=list)
+    digests: tuple[torch.Tensor, Work] | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class OuterSteps(ExchangedWeights):
+    """Local steps of any optimizer, and an outer step in between; the base of the methods.
+
+    Each optimizer counts its own steps. A subclass defines ``__post_init__``, which calls ``set_parts``.
+    """
+
+    def set_parts(
+        self,
+        schedule: Schedule,
+        aggregate: Aggregate,
+        rule: OuterSGD | None,
+        states: Mapping[str, ParameterState] | None = None,
+        codec: codecs.Codec | None = None,
+    ) -> None:
+        """Chooses the parts.
+
+        Args:
+            rule: None: weights <- their aggregate.
+            states: REFERENCE and MOMENTUM of the rule, RESIDUAL of the aggregate, if they have them.
+            codec: a bucket has parameters of one dtype, which it encodes or not.
+        """
+        self.schedule, self.aggregate, self.rule = schedule, aggregate, rule
+        self._states, self._codec = dict(states or {}), codec
+
+    # --- what it remembers
+
+    def parameter_state(self) -> dict[str, ParameterState]:
+        return self._states
+
+    def fragments_of(self, names: Sequence[str], sizes: Sequence[int]) -> Sequence[int]:
+        return fragments_of(names, sizes, self.schedule.fragments)
+
+    def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
+        return self._codec is None or bucket_dtype(parameter) in self._codec.dtypes
+
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        self._num_local_steps = [0] * len(training.optimizers)
+        self._exchanges: list[list[_Exchange]] = [[] for _ in training.optimizers]  # under way, by optimizer
+        self._loading: list[list[dict[str, Any]]] | None = None  # for the layout that follows
+        # A program may end while an exchange is under way in which other ranks still need this one.
+        training.group.before_close.append(functools.partial(_end_exchanges, weakref.ref(self)))
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        loading, self._loading = self._loading, None
+        if loading is None:
+            # A layout changes after the first backward and at the end of the warm-up, when nothing is under way yet.
+            assert not any(self._exchanges), "buckets are laid out anew while their exchange is under way"
+            return
+        self._exchanges = [[] for _ in loading]
+        for index, saved in enumerate(loading):
+            for one in saved:
+                mine = [b for b in buckets if b.optimizer_index == index and b.fragment == one["fragment"]]
+                for member in (member for bucket in mine for member in bucket.members):
+                    member.view.copy_(one["values"][member.name])
+                self._exchanges[index].append(_Exchange(one["fragment"], one["due"], mine))
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        if not self.stage().synchronises_gradients:
+            self._take_reference(buckets)
+
+    def _take_reference(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets if self.rule is not None else ():
+            bucket.load(flat=bucket.state(REFERENCE))
+
+    # --- the warm-up: gradients are averaged
+
+    def stage(self) -> Stage:
+        return Stage(synchronises_gradients=min(self.num_steps, default=0) < self.schedule.warmup_steps)
+
+    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
+        return group.all_reduce(bucket, ReduceOp.AVG)
+
+    # --- local steps
+
+    def after_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
+    ) -> None:
+        index = self.index_of(optimizer)
+        is_local = not self.stage().synchronises_gradients
+        self.num_steps[index] += 1
+        if not is_local:
+            if self.num_steps[index] >= self.schedule.warmup_steps:
+                self._take_reference(buckets)
+            return
+        self._num_local_steps[index] += 1
+        step, exchanges = self._num_local_steps[index], self._exchanges[index]
+        if exchanges and exchanges[0].due <= step:
+            self._finish(exchanges.pop(0), self.schedule.merge)
+        fragment = self.schedule.due(step)
+        if fragment is None:
+            return
+        exchange = self._start(fragment, step, buckets, group)
+        if self.schedule.overlap_steps:
+            exchanges.append(exchange)
+        else:
+            self._finish(exchange, 0.0)
+        self.after_exchange(optimizer, buckets, group)
+
+    def after_exchange(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup) -> None:
+        """Runs after an exchange was started, and finished if none overlaps."""
+
+    def _start(self, fragment: int, step: int, buckets: Sequence[Bucket], group: BucketGroup) -> _Exchange:
+        mine = [bucket for bucket in buckets if bucket.fragment == fragment]
+        exchange = _Exchange(fragment, step + self.schedule.overlap_steps, mine)
+        if mine and self.rule is not None and group.size > 1:
+            exchange.digests = self._exchange_digests(mine, group)
+        for bucket in mine:
+            bucket.load()
+            if self.rule is not None:
+                flat = bucket.flat
+                torch.sub(bucket.state(REFERENCE).to(flat.device), flat, out=flat)
+            exchange.started.append((bucket, self.aggregate.start(bucket, group, step)))
+        return exchange
+
+    def _arrive(self, exchange: _Exchange) -> None:
+        """Waits until the aggregates are in the buckets."""
+        if exchange.digests is not None:
+            digests, work = exchange.digests
+            work.wait()
+            self._compare(digests, exchange.fragment)
+            exchange.digests = None
+        while exchange.started:
+            bucket, started = exchange.started.pop(0)
+            self.aggregate.finish(bucket, started)
+            bucket.zero_padding()  # a codec leaves its rounding there
+
+    def _finish(self, exchange: _Exchange, merge: float) -> None:
+        self._arrive(exchange)
+        for bucket in exchange.buckets:
+            if self.rule is not None:
+                self._step(bucket, self.rule, merge)
+            bucket.store()
+
+    def _step(self, bucket: Bucket, rule: OuterSGD, merge: float) -> None:
+        """Takes the outer step of a bucket, whose ``flat`` holds the aggregate, and puts the new weights there."""
+        flat = bucket.flat
+        kept = [bucket.state(name) for name in (REFERENCE, MOMENTUM) if name in self._states]
+        here = [state.to(flat.device) for state in kept]  # from host memory, if they are there
+        rule.step(here[0], flat, here[1] if len(here) > 1 else None)
+        for state, value in zip(kept, here, strict=True):
+            if value is not state:
+                state.copy_(value)
+        if merge:
+            bucket.load()
+            flat.mul_(merge).add_(here[0], alpha=1 - merge)
+        else:
+            flat.copy_(here[0])
+
+    # --- a digest of the reference
+
+    def _exchange_digests(self, buckets: Sequence[Bucket], group: BucketGroup) -> tuple[torch.Tensor, Work]:
+        references = [bucket.state(REFERENCE) for bucket in buckets]
+        own = digests_of(references, references[0].device)
+        digests = own.new_empty(group.size * len(own))
+        work = group.all_gather(digests, own)
+        work.label = "digest of the reference"
+        return digests, work
+
+    def _compare(self, digests: torch.Tensor, fragment: int) -> None:
+        table = digests.view(self.training.group.size, -1)
+        odd = (table != table[0]).any(1).nonzero().flatten().tolist()
+        if odd:
+            raise InvalidArgument(
+                f"rank {odd[0]} has another reference of fragment {fragment} than rank 0, so there is no one global "
+                "model: resume all ranks from one checkpoint, and let nothing else write to what the algorithm keeps",
+                rank=odd[0],
+                ranks=tuple(odd),
+            )
+
+    # --- the global model
+
+    def synchronize(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
+        if self.stage().synchronises_gradients:
+            return
+        for index, exchanges in enumerate(self._exchanges):
+            mine = [bucket for bucket in buckets if bucket.optimizer_index == index]
+            while exchanges:
+                self._finish(exchanges.pop(0), self.schedule.merge)
+            step = self._num_local_steps[index]
+            under_way = [self._start(fragment, step, mine, group) for fragment in range(self.schedule.fragments)]
+            for exchange in under_way:
+                self._finish(exchange, 0.0)
+
+    def detach(self) -> None:
+        for exchange in (exchange for exchanges in self._exchanges for exchange in exchanges):
+            self._arrive(exchange)
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        self.detach()
+        under_way = [
+            [
+                {
+                    "fragment": exchange.fragment,
+                    "due": exchange.due,
+                    "values": {m.name: m.view.clone() for bucket in exchange.buckets for m in bucket.members},
+                }
+                for exchange in exchanges
+            ]
+            for exchanges in self._exchanges
+        ]
+        return {**super().state_dict(), "num_local_steps": list(self._num_local_steps), "under_way": under_way}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.detach()
+        super().load_state_dict(state)
+        self._num_local_steps, self._loading = list(state["num_local_steps"]), state["under_way"]
+
+
+def _end_exchanges(algorithm_ref: weakref.ref[OuterSteps]) -> None:
+    algorithm = algorithm_ref()
+    if algorithm is not None:
+        with contextlib.suppress(BaguaError):  # a failure of the group is raised by what it ends
+            algorithm.detach()
+
+
+_NUMBERED = re.compile(r"^(.*?\.)?(\d+)(?:\.|$)")
+
+
+def fragments_of(names: Sequence[str], sizes: Sequence[int], num: int) -> list[int]:
+    """Divides a model into ``num`` fragments; returns that of each parameter.
+
+    Layers are the modules that stand in a list. As in Streaming DiLoCo they are dealt out in strides, and fragment 0 is
+    what is no layer, such as embedding, head and norms. Where there are too few layers for that, fragments are
+    stretches of about equal size.
+
+    Args:
+        names: of the parameters, in the order of their registration.
+        sizes: their bytes.
+
+    Raises:
+        InvalidArgument: there are fewer parameters than fragments.
+
+    Example:
+        >>> fragments_of(["embed", "layers.0.w", "layers.0.b", "layers.1.w", "layers.2.w", "head"], [1] * 6, 3)
+        [0, 1, 1, 2, 1, 0]
+        >>> fragments_of(["a", "b", "c", "d"], [4, 1, 1, 2], 2)
+        [0, 1, 1, 1]
+    """
+    if num > len(names):
+        raise InvalidArgument(f"fragments is {num}, but the model has {len(names)} parameters; take fewer")
+    if num == 1:
+        return [0] * len(names)
+    found = [_NUMBERED.match(name) for name in names]
+    layers = {match[0]: None for match in found if match is not None}
+    number = {layer: index for index, layer in enumerate(layers)}
+    first = int(None in found)  # fragment 0 is for the rest, if there is one
+    if len(layers) >= num - first:
+        return [0 if match is None else first + number[match[0]] % (num - first) for match in found]
+    total, begin, fragments = sum(sizes), 0, []
+    for size in sizes:
+        fragments.append(min(num - 1, (2 * begin + size) * num // (2 * total)) if total else 0)
+        begin += size
+    return fragments
