@@ -2,7 +2,7 @@
 
 from . import algorithms, amp, codecs, ddp, fsdp, metrics, optim, torch_backend
 from ._C import __version__
-from .data_parallel import DistributedDataParallel, compile_backend, load, save, with_bagua
+from .data_parallel import DistributedDataParallel, average_model, compile_backend, load, save, with_bagua
 from .distributed.collectives import (
     all_gather,
     all_gather_object,
@@ -68,6 +68,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "average_model",
     "barrier",
     "broadcast",
     "broadcast_object",

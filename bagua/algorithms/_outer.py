@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -132,6 +133,20 @@ class Mean:
         started.wait()
 
 
+class OuterRule(Protocol):
+    """The outer optimizer."""
+
+    def step(
+        self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None, learning_rate: float
+    ) -> None:
+        """Changes ``reference`` and ``momentum`` in place.
+
+        Args:
+            reference, delta, momentum: flat tensors of one size; ``delta`` may be of a smaller dtype.
+            learning_rate: of the local steps, now.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class OuterSGD:
     """The outer rule b <- mu b + D; reference <- reference - lr (D + mu b), torch.optim.SGD with Nesterov's momentum.
@@ -146,8 +161,10 @@ class OuterSGD:
     momentum: float = 0.0
     nesterov: bool = True
 
-    def step(self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Changes ``reference`` and ``momentum`` in place; flat tensors, ``delta`` may be of a smaller dtype."""
+    def step(
+        self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None, learning_rate: float
+    ) -> None:
+        """See ``OuterRule``."""
         if momentum is None:
             reference.sub_(delta, alpha=self.lr)
             return
@@ -184,11 +201,13 @@ class OuterSteps(ExchangedWeights):
     Each optimizer counts its own steps. A subclass defines ``__post_init__``, which calls ``set_parts``.
     """
 
+    has_one_reference: ClassVar[bool] = True  # the same on all ranks
+
     def set_parts(
         self,
         schedule: Schedule,
         aggregate: Aggregate,
-        rule: OuterSGD | None,
+        rule: OuterRule | None,
         states: Mapping[str, ParameterState] | None = None,
         codec: codecs.Codec | None = None,
     ) -> None:
@@ -283,7 +302,7 @@ class OuterSteps(ExchangedWeights):
     def _start(self, fragment: int, step: int, buckets: Sequence[Bucket], group: BucketGroup) -> _Exchange:
         mine = [bucket for bucket in buckets if bucket.fragment == fragment]
         exchange = _Exchange(fragment, step + self.schedule.overlap_steps, mine)
-        if mine and self.rule is not None and group.size > 1:
+        if mine and self.rule is not None and self.has_one_reference and group.size > 1:
             exchange.digests = self._exchange_digests(mine, group)
         for bucket in mine:
             bucket.load()
@@ -312,12 +331,14 @@ class OuterSteps(ExchangedWeights):
                 self._step(bucket, self.rule, merge)
             bucket.store()
 
-    def _step(self, bucket: Bucket, rule: OuterSGD, merge: float) -> None:
+    def _step(self, bucket: Bucket, rule: OuterRule, merge: float) -> None:
         """Takes the outer step of a bucket, whose ``flat`` holds the aggregate, and puts the new weights there."""
         flat = bucket.flat
         kept = [bucket.state(name) for name in (REFERENCE, MOMENTUM) if name in self._states]
         here = [state.to(flat.device) for state in kept]  # from host memory, if they are there
-        rule.step(here[0], flat, here[1] if len(here) > 1 else None)
+        for begin, end, learning_rate in self._stretches(bucket):
+            reference, delta, *momentum = (one[begin:end] for one in (here[0], flat, *here[1:]))
+            rule.step(reference, delta, momentum[0] if momentum else None, learning_rate)
         for state, value in zip(kept, here, strict=True):
             if value is not state:
                 state.copy_(value)
@@ -326,6 +347,21 @@ class OuterSteps(ExchangedWeights):
             flat.mul_(merge).add_(here[0], alpha=1 - merge)
         else:
             flat.copy_(here[0])
+
+    def _stretches(self, bucket: Bucket) -> list[tuple[int, int, float]]:
+        """Returns the stretches of a bucket whose parameters have one learning rate: first element, end, and the rate.
+
+        Padding between parameters is zero and belongs to either.
+        """
+        optimizer = self.training.optimizers[bucket.optimizer_index or 0]
+        rate_of = {id(p): float(options["lr"]) for options in optimizer.param_groups for p in options["params"]}
+        stretches: list[tuple[int, int, float]] = []
+        for member in sorted(bucket.members, key=bucket.place_of):
+            (begin, end), rate = bucket.place_of(member), rate_of[id(member.parameter)]
+            if stretches and stretches[-1][2] == rate:
+                begin = stretches.pop()[0]
+            stretches.append((begin, end, rate))
+        return stretches
 
     # --- a digest of the reference
 
@@ -387,6 +423,63 @@ class OuterSteps(ExchangedWeights):
         self.detach()
         super().load_state_dict(state)
         self._num_local_steps, self._loading = list(state["num_local_steps"]), state["under_way"]
+
+    def state_of_all(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        under_way = states[0]["under_way"]
+        return {**states[0], "under_way": under_way if self.has_one_reference else [[] for _ in under_way]}
+
+
+@dataclasses.dataclass(kw_only=True)
+class StreamedSteps(OuterSteps):
+    """The options of methods whose exchanges can be streamed, and whose states can be kept small.
+
+    Args:
+        sync_every: H, the local steps of each optimizer between two exchanges of a weight.
+        fragments: P. The model is exchanged in so many parts, at different steps: layers in strides, and the rest.
+        overlap_steps: tau. An exchange goes on for so many steps, below sync_every / fragments, before its result
+            takes effect; without, the step waits for it.
+        merge: alpha, with overlap: weights <- alpha weights + (1 - alpha) reference. 0 drops what the steps meanwhile
+            have changed, 1 never takes the global value.
+        warmup_steps: so many steps of every optimizer first average gradients.
+        state_dtype: "float32" or "bfloat16", of the outer momentum and of what error feedback keeps.
+        state_device: "cpu" keeps reference and outer momentum in host memory.
+    """
+
+    sync_every: int = 30
+    fragments: int = 1
+    overlap_steps: int = 0
+    merge: float = 0.0
+    warmup_steps: int = 0
+    state_dtype: str = "float32"
+    state_device: str = ""
+
+    def make_schedule(self) -> Schedule:
+        """Returns what the options say. Raises InvalidArgument."""
+        return Schedule(self.sync_every, self.fragments, self.overlap_steps, self.merge, self.warmup_steps)
+
+    def make_states(self, *names: str) -> dict[str, ParameterState]:
+        """Describes the reference and the states ``names``, MOMENTUM or RESIDUAL. Raises InvalidArgument."""
+        if self.state_dtype not in ("float32", "bfloat16"):
+            raise InvalidArgument(f"state_dtype is {self.state_dtype!r}, expected 'float32' or 'bfloat16'")
+        if self.state_device not in ("", "cpu"):
+            raise InvalidArgument(f"state_device is {self.state_device!r}, expected '' (the parameters') or 'cpu'")
+        on_host, dtype = self.state_device == "cpu", getattr(torch, self.state_dtype)
+        own = not self.has_one_reference
+        states = {REFERENCE: ParameterState(None, on_host=on_host, is_own=own)}
+        if MOMENTUM in names:
+            of_momentum = None if dtype is torch.float32 else dtype
+            states[MOMENTUM] = ParameterState(of_momentum, on_host=on_host, is_own=own)
+        if RESIDUAL in names:
+            states[RESIDUAL] = ParameterState(dtype, is_scaled=True)
+        return states
+
+
+def check_range(name: str, value: float, least: float, below: float, is_least_allowed: bool = True) -> None:
+    """Raises InvalidArgument unless ``value`` is from ``least`` to ``below``, which is too much itself."""
+    if not (least <= value if is_least_allowed else least < value) or not value < below:
+        start = f"{least:g} or more" if is_least_allowed else f"a number above {least:g}"
+        end = "" if below == math.inf else f", and below {below:g}"
+        raise InvalidArgument(f"{name} is {value}, expected {start}{end}")
 
 
 def _end_exchanges(algorithm_ref: weakref.ref[OuterSteps]) -> None:

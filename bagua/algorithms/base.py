@@ -59,12 +59,14 @@ class ParameterState:
         is_scaled: True if it counts in the unit of the gradients, as what ``feedback`` names does: then it is
             multiplied when ``bagua.amp.GradScaler`` changes its scale.
         on_host: True to keep it in host memory, of a model on a device too; of those of the gradient's shape.
+        is_own: True if ranks differ in it, so that on another number of ranks all begin with their mean.
     """
 
     dtype: torch.dtype | None = torch.float32
     shape: Callable[[torch.nn.Parameter], tuple[int, ...]] | None = None
     is_scaled: bool = False
     on_host: bool = False
+    is_own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

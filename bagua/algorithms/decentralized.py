@@ -45,8 +45,8 @@ class Decentralized(ExchangedWeights):
     optimizer's weights are exchanged once per step of it.
 
     Args:
-        topology: who averages with whom, as in ``bagua.neighbor_average``: "all"; "ring", both neighbours; "shift_one",
-            pairs that change; "exponential", one sender and one receiver, at distances 1, 2, 4, ...
+        topology: who averages with whom, as in ``bagua.neighbor_average``: "all"; "ring", both neighbours; "shift_one"
+            and "matching", pairs that change; "exponential", one sender and one receiver, at distances 1, 2, 4, ...
         interval: every so many steps.
         hierarchical: the nodes' means are averaged by the topology of nodes, which count by their ranks. On one node
             that is the mean of all ranks, whatever the topology.

@@ -266,12 +266,14 @@ class ParameterStates:
         for name, described in self._described.items():
             saved = [state["states"][name] for state in states]
             parameters = dict(saved[0]["parameters"])
-            if described.is_scaled:
+            if described.is_scaled or described.is_own:
+                factor = share if described.is_scaled else 1 / len(states)
                 held: dict[str, list[torch.Tensor]] = {}
                 for of_rank in saved:
                     for parameter, value in of_rank["parameters"].items():
-                        held.setdefault(parameter, []).append(value.float())
-                parameters = {key: (sum(values) * share).to(described.dtype) for key, values in held.items()}
+                        held.setdefault(parameter, []).append(value.to(torch.promote_types(value.dtype, torch.float32)))
+                dtypes = {key: value.dtype for of_rank in saved for key, value in of_rank["parameters"].items()}
+                parameters = {key: (sum(values) * factor).to(dtypes[key]) for key, values in held.items()}
             stripes = {}
             for index, (_, numel, stripe) in saved[0]["stripes"].items():
                 whole = torch.zeros(numel, dtype=stripe.dtype, device="cpu")

@@ -127,10 +127,10 @@ def neighbor_average(
 
     Args:
         tensor: floating point, same shape and type on all ranks.
-        topology: "ring" (left, self, right: 1/3 each), "shift_one" (pairs that change with each step), "exponential"
-            (averages with the rank that is 2^(step mod ceil(log2 n)) lower; exact mean after log2 n steps for n a power
-            of two) or "all" (the mean over all ranks).
-        step: the number of averagings before this one, the same on all ranks. shift_one and exponential depend on it.
+        topology: "ring" (left, self, right: 1/3 each), "shift_one" (pairs that change with each step), "matching"
+            (pairs that each step draws), "exponential" (averages with the rank that is 2^(step mod ceil(log2 n)) lower;
+            exact mean after log2 n steps for n a power of two) or "all" (the mean over all ranks).
+        step: the number of averagings before this one, the same on all ranks, on which pairs and distances depend.
         codec: name of a codec for what travels; the own values stay as they are. f32, f16 and bf16.
         hierarchical: the nodes' means, at full precision, are averaged by the topology of nodes, which count by their
             ranks; the codec is for what travels between nodes. Ranks of one node get the same; on one node all do.

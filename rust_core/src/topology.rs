@@ -26,11 +26,14 @@ pub enum Topology {
     /// sends to the rank as far after it. If n is a power of two, log2 n steps give the exact mean.
     /// Source: the one-peer exponential graph of arXiv 2110.13363.
     Exponential,
+    /// Disjoint pairs, 1/2 each, by a permutation of the ranks that the step alone draws: its first rank
+    /// with its second, and so on. Odd n: the last one keeps its values. Source: NoLoCo, arXiv 2506.10911.
+    Matching,
 }
 
 /// All topologies; their indices are their numbers on the C ABI.
-pub const TOPOLOGIES: [Topology; 4] =
-    [Topology::All, Topology::Ring, Topology::ShiftOne, Topology::Exponential];
+pub const TOPOLOGIES: [Topology; 5] =
+    [Topology::All, Topology::Ring, Topology::ShiftOne, Topology::Exponential, Topology::Matching];
 
 /// One rank of a neighbourhood. The C ABI has the same struct.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -54,6 +57,7 @@ impl Topology {
             Topology::Ring => "ring",
             Topology::ShiftOne => "shift_one",
             Topology::Exponential => "exponential",
+            Topology::Matching => "matching",
         }
     }
 
@@ -78,6 +82,7 @@ impl Topology {
             Topology::Ring => average(rank, [(rank + size - 1) % size, rank, (rank + 1) % size]),
             Topology::ShiftOne => average(rank, [rank, shift_one_partner(size, rank, step)]),
             Topology::Exponential => exponential(size, rank, step),
+            Topology::Matching => average(rank, [rank, matching_partner(size, rank, step)]),
         })
     }
 }
@@ -106,6 +111,21 @@ fn shift_one_partner(size: usize, rank: usize, step: u64) -> usize {
     } else {
         (rank - reduced(half)) % half
     }
+}
+
+fn matching_partner(size: usize, rank: usize, step: u64) -> usize {
+    let mut order: Vec<usize> = (0..size).collect();
+    let mut state = step;
+    for last in (1..size).rev() {
+        // splitmix64
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^= mixed >> 31;
+        order.swap(last, (mixed % (last as u64 + 1)) as usize); // at most last, which is a usize
+    }
+    let position = order.iter().position(|&other| other == rank).unwrap_or(rank);
+    *order.get(position ^ 1).unwrap_or(&rank)
 }
 
 fn exponential(size: usize, rank: usize, step: u64) -> Vec<Neighbor> {

@@ -169,3 +169,33 @@ fn ranks_outside_are_refused() {
         }
     }
 }
+
+#[test]
+fn matching_pairs_all_ranks_and_each_pair_alike_often() {
+    for size in [2, 5, 6] {
+        let mut times = vec![vec![0u32; size]; size];
+        let steps = 6000;
+        for step in 0..steps {
+            let partner = |rank: usize| {
+                let found = neighbors(Topology::Matching, size, rank, step);
+                found.iter().find(|neighbor| neighbor.is_source).map_or(rank, |neighbor| neighbor.rank)
+            };
+            let alone = (0..size).filter(|&rank| partner(rank) == rank).count();
+            assert_eq!(alone, size % 2, "{size} {step}");
+            for rank in 0..size {
+                assert_eq!(partner(partner(rank)), rank, "{size} {step}");
+                times[rank][partner(rank)] += 1;
+            }
+        }
+        // Each of the n - 1 others (and itself, of an odd n) is as likely: six standard deviations are allowed.
+        let choices = (size - 1 + size % 2) as f64;
+        let expected = f64::from(steps as u32) / choices;
+        for (rank, row) in times.iter().enumerate() {
+            for (other, &count) in row.iter().enumerate().filter(|&(other, _)| other != rank || size % 2 == 1)
+            {
+                let distance = (f64::from(count) - expected).abs();
+                assert!(distance <= 6.0 * expected.sqrt(), "{size}: {rank} with {other} {count} times");
+            }
+        }
+    }
+}

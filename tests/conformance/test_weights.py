@@ -29,6 +29,8 @@ of_few = pytest.mark.parametrize("algorithm", slow_but(OF_WEIGHTS, "decentralize
 EVERY_STEP = {
     "local_sgd": {"sync_every": 1},
     "diloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "noloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "consensus": 1.0},
+    "slowmo": {"sync_every": 1, "slow_momentum": 0.0},
     "async_averaging": {"sync_interval": 0.0},
 }
 

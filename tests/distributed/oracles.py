@@ -113,6 +113,17 @@ def neighbor_weights(topology, n, i, s):
             partner = (s - i) % n  # a round-robin tournament: who would meet itself rests
         row[i] += 0.5
         row[partner] += 0.5
+    elif topology == "matching":
+        order, state = list(range(n)), s
+        for last in range(n - 1, 0, -1):  # Fisher and Yates, with the numbers of splitmix64
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            mixed = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+            drawn = (mixed ^ (mixed >> 31)) % (last + 1)
+            order[last], order[drawn] = order[drawn], order[last]
+        position = order.index(i)
+        row[i] += 0.5
+        row[order[position ^ 1] if position ^ 1 < n else i] += 0.5
     else:
         num_distances = (n - 1).bit_length()
         row[i] += 0.5

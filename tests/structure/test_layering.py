@@ -135,6 +135,7 @@ ORDER = {
         "wrap": STEPPING,
         "ddp": STEPPING,
         "compiling": BUCKETS,
+        "average": STEPPING,
         "checkpoint": STEPPING | {"files"},
         "__init__": set(),
     },
