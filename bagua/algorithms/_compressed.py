@@ -18,6 +18,8 @@ from bagua.buckets import Bucket, bucket_dtype
 from bagua.distributed.process_group import ReduceOp, Work
 from bagua.errors import InvalidArgument
 
+MOVING_AVERAGE = "moving_average"
+_BETA, _AVERAGED_STEPS = 0.8, 1024
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPRESSED, _ONE_DIMENSIONAL, _NO_CODEC = "compressed", "1-D", "dtype"
 _LARGEST_BIAS_NUMEL = 65_536  # of a vector that is a bias or a norm's scale; a longer one is weights laid out flat
@@ -35,6 +37,8 @@ class CompressedGradients(Algorithm):
         average: divide the sum by the number of ranks, see gradient_allreduce.
         hierarchical: reduce inside each node at full precision first; only what travels between nodes is encoded.
         error_feedback: what the codes of a step leave out is added to what the next step encodes, at both ends.
+            "moving_average" (LoCo, arXiv 2407.04480): a mean of what the last steps have left out is, e <- 0.8 e + 0.2
+            r, which begins anew after 1024 steps; for 4 bits.
         state_dtype: "float32" or "bfloat16", of what error feedback remembers.
         seed: what a codec that rounds at random draws from, with the step and the offset of an element.
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
@@ -43,7 +47,7 @@ class CompressedGradients(Algorithm):
 
     average: bool = True
     hierarchical: bool = False
-    error_feedback: bool = False
+    error_feedback: bool | str = dataclasses.field(default=False, metadata={"types": (bool, str)})
     state_dtype: str = "float32"
     seed: int = 0
     min_compressed_bytes: int = 16 * 1024
@@ -55,7 +59,16 @@ class CompressedGradients(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._codec = codec = codecs.get(self.codec_spec())  # raises for an unknown one
-        codec.check_error_feedback(self.error_feedback)
+        if isinstance(self.error_feedback, str) and self.error_feedback != MOVING_AVERAGE:
+            raise InvalidArgument(
+                f"error_feedback is {self.error_feedback!r}, expected True, False or {MOVING_AVERAGE!r}"
+            )
+        codec.check_error_feedback(bool(self.error_feedback))
+        if codec.needs_error_feedback and self.error_feedback == MOVING_AVERAGE:
+            raise InvalidArgument(
+                f"codec {codec.spec!r} loses as much as it sends, and a moving average would lose most of that for "
+                "good; pass error_feedback=True"
+            )
         if self.state_dtype not in STATE_DTYPES:
             raise InvalidArgument(
                 f"state_dtype is {self.state_dtype!r}, expected {' or '.join(map(repr, STATE_DTYPES))}"
@@ -78,7 +91,8 @@ class CompressedGradients(Algorithm):
         self._num_exchanges = 0
 
     def parameter_state(self) -> dict[str, ParameterState]:
-        state = ParameterState(STATE_DTYPES[self.state_dtype], is_scaled=True)
+        beta = _BETA if self.error_feedback == MOVING_AVERAGE else None
+        state = ParameterState(STATE_DTYPES[self.state_dtype], is_scaled=True, moving_average=beta)
         return {"residual": state} if self.error_feedback else {}
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
@@ -102,6 +116,11 @@ class CompressedGradients(Algorithm):
         codec = None if reason else spec
         if codec is not None and self._codec.is_random:
             codec = self._codec.with_seed(self.seed, self._num_exchanges, bucket.index)._replace(spec=spec)
+        begins_anew = self._num_exchanges % _AVERAGED_STEPS == 0 and self._num_exchanges > 0
+        if codec is not None and self.error_feedback == MOVING_AVERAGE and begins_anew and group.size > 1:
+            residuals = bucket.residuals("residual", codec, self.hierarchical)
+            for residual in (getattr(residuals, field.name) for field in dataclasses.fields(residuals)):
+                residual.zero_()
         return group.all_reduce(
             bucket,
             ReduceOp.AVG if self.average else ReduceOp.SUM,

@@ -59,6 +59,8 @@ class ParameterState:
         is_scaled: True if it counts in the unit of the gradients, as what ``feedback`` names does: then it is
             multiplied when ``bagua.amp.GradScaler`` changes its scale.
         on_host: True to keep it in host memory, of a model on a device too; of those of the gradient's shape.
+        moving_average: beta, of what ``feedback`` names: e <- beta e + (1 - beta) r, where r is what was left out;
+            None: e <- r.
         is_own: True if ranks differ in it, so that on another number of ranks all begin with their mean.
     """
 
@@ -67,6 +69,7 @@ class ParameterState:
     is_scaled: bool = False
     on_host: bool = False
     is_own: bool = False
+    moving_average: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +248,7 @@ class Algorithm:
             value, default = getattr(self, field.name), field.default
             if default is dataclasses.MISSING or default is None:
                 continue
-            accepted = (int, float) if type(default) is float else (type(default),)
+            accepted = (int, float) if type(default) is float else field.metadata.get("types", (type(default),))
             if type(value) not in accepted:
                 raise InvalidArgument(
                     f"algorithm {self.name!r}: option {field.name} is {value!r} ({type(value).__name__}), "

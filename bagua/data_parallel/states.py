@@ -152,6 +152,9 @@ class ParameterStates:
                 # Between gradients nothing is sent: what a codec leaves there would widen its blocks step by step.
                 first = self._stripe_of[key][0] if kind == STRIPES else 0
                 self._buckets[key[1]].zero_padding(following[key], first)
+                beta = self._described[key[0]].moving_average
+                if beta is not None:
+                    following[key].mul_(1 - beta).add_(values[key], alpha=beta)
             if isinstance(is_finite, torch.Tensor):
                 torch.where(is_finite, following[key], values[key], out=values[key])
             else:

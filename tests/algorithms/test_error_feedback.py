@@ -201,3 +201,42 @@ def _padding(rank, world_size, codec):
 def test_nothing_is_remembered_between_gradients(pool2, codec):
     """The rank that encodes the sum keeps nothing either: it would change the scale of the codes."""
     pool2.run(_padding, args=[codec])
+
+
+def _moving_average(rank, world_size):
+    """LoCo's formula, step by step from what is kept: e <- 0.8 e + 0.2 (g + e - Q(g + e)), from 0 after 1024 steps."""
+    with process_group():
+        shape, codec = (1, 2 * BLOCK), bagua.codecs.get("minmax_uint8")
+        model, optimizer = _wrap(Sum(shape), codec.name, error_feedback="moving_average")
+        for step in range(1028):
+            is_checked = step < 4 or step > 1022
+            kept = _state(model)["worker"]["parts.0"].expand(shape[1]).clone() if is_checked else None
+            optimizer.zero_grad()
+            gradient = _integers(rank, step, shape)
+            model(gradient).backward()
+            if kept is None:
+                continue
+            kept = torch.zeros_like(kept) if step == 1024 else kept
+            value = gradient.view(-1) + kept
+            left = value - codec.decode(codec.encode(value), shape[1], torch.float32)
+            expected = 0.8 * kept + 0.2 * left
+            torch.testing.assert_close(_state(model)["worker"]["parts.0"], expected, rtol=1e-5, atol=1e-5)
+            mean = sum(_integers(r, step, shape) for r in range(world_size)) / world_size
+            assert float((model.parts[0].grad - mean).abs().max()) < 2.0  # a code at either end, and what was kept
+        assert float(left.abs().max()) > 0.1
+
+
+def test_a_moving_average(pool2):
+    pool2.run(_moving_average)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"error_feedback": "mean"}, "error_feedback is 'mean', expected True, False or 'moving_average'"),
+        ({"error_feedback": "moving_average", "codec": "onebit"}, "a moving average would lose most of that for good"),
+    ],
+)
+def test_moving_averages_that_are_refused(options, message):
+    with pytest.raises(InvalidArgument, match=message):
+        bagua.algorithms.create("bytegrad", options)
