@@ -102,6 +102,18 @@ def test_digits_runs_under_a_launcher(launcher, algorithm):
 
 @pytest.mark.slow("test_digits_reaches_its_accuracy_with_bytegrad")
 @pytest.mark.needs("tqdm")
+def test_diloco_sends_little_and_learns_as_much():
+    results = {
+        method: run("bagua", "diloco.py", "--method", method) for method in ("every-step", "diloco", "streaming")
+    }
+    full, *others = results.values()
+    for result, bits in zip(others, (32 / 20 * 1.15, 32 / 20 / 4 * 1.15), strict=True):
+        assert result["validation_loss"] < full["validation_loss"] + 0.2
+        assert result["sent_bits_per_parameter_and_step"] < bits  # 2 (n-1)/n is 1; one exchange more at the end
+
+
+@pytest.mark.slow("test_digits_reaches_its_accuracy_with_bytegrad")
+@pytest.mark.needs("tqdm")
 @pytest.mark.parametrize("algorithm", [*bagua.algorithms.available(), "ddp"])
 def test_byte_lm_learns(algorithm, tmp_path):
     curve = tmp_path / "loss.csv"
