@@ -250,7 +250,8 @@ class Group:
         arg3: collections.abc.Sequence[int],
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: tuple[float, bool, tuple[int, int, int] | None, object],
+        arg6: int,
+        arg7: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def broadcast(

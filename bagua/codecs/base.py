@@ -267,3 +267,25 @@ def cast_bound(tensor: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     if tensor.dtype not in (torch.float32, wire):
         bound = bound + half_ulp(values, tensor.dtype)
     return bound.masked_fill(values.to(wire).to(tensor.dtype).isinf(), float("inf"))
+
+
+def scaled_bound(
+    codec: Codec, tensor: torch.Tensor, *, largest: float, mantissa_bits: int, smallest: float
+) -> torch.Tensor:
+    """Returns the error bound of a codec whose numbers are small floats, scaled by the norm of their block.
+
+    Args:
+        largest: the number that stands for the norm.
+        mantissa_bits: of the small floats.
+        smallest: the distance of the numbers around 0.
+    """
+    values = tensor.detach().reshape(-1).to(torch.float64).abs()
+    bound = torch.zeros_like(values)
+    info, eps = torch.finfo(tensor.dtype), torch.finfo(torch.float32).eps
+    for block, block_bound in zip(values.split(codec.block_numel), bound.split(codec.block_numel), strict=True):
+        unit = float(block.max()) / largest if block.numel() else 0.0
+        rounding = 4 * eps + (0 if tensor.dtype == torch.float32 else info.eps)
+        distance = (block * 2.0**-mantissa_bits).clamp(min=unit * smallest)  # of the numbers around, at most
+        block_bound.copy_(distance / 2 + rounding * block + info.eps * info.smallest_normal)
+        block_bound[block == 0] = 0
+    return bound.reshape(tensor.shape)

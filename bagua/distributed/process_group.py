@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import sys
@@ -468,9 +469,13 @@ class ProcessGroup:
         input_splits: Sequence[int] | None = None,
         *,
         codec: str | None = None,
+        by_row: bool = False,
         blocking: bool = False,
     ) -> Work:
-        """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
+        """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0.
+
+        `by_row` encodes each row by itself.
+        """
         self.check()
         source = prepare(input, "input", is_written=False, is_moved=True).data
         into, copy_back = prepare(output, "output", is_moved=True)
@@ -486,6 +491,7 @@ class ProcessGroup:
             [unit * numel for numel in split_numels(into, output_splits, "output", self.size)],
             moved_dtype_code(source.dtype),
             codec,
+            math.prod(source.shape[1:]) if by_row else 0,
             self._submission(into, blocking, source),
         )
         return self._work(work, "all_to_all", finish=copy_back, on=into)

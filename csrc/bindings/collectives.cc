@@ -284,7 +284,7 @@ void bind_movements(py::class_<Group>& group) {
       py::arg("subject") = 0);
   group.def("all_to_all", [](Group& g, uintptr_t input, std::vector<size_t> input_splits, uintptr_t output,
                              std::vector<size_t> output_splits, int dtype_code, const CodecChoice& codec,
-                             const Submission& submission) {
+                             size_t row_numel, const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const size_t input_numel = std::accumulate(input_splits.begin(), input_splits.end(), size_t{0});
     const size_t output_numel = std::accumulate(output_splits.begin(), output_splits.end(), size_t{0});
@@ -296,7 +296,7 @@ void bind_movements(py::class_<Group>& group) {
     return run_coded(g, codec, operation, bytes, submission, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_all_to_all(context, pointer(input), input_splits, pointer(output), output_splits,
-                                                  dtype, *used);
+                                                  dtype, *used, row_numel);
       }
       collectives::all_to_all(context, pointer(input), in_bytes(input_splits, dtype), pointer(output),
                               in_bytes(output_splits, dtype));

@@ -138,6 +138,7 @@ void barrier(Context& context);
 // rank ends with does not depend on where it stands, and broadcast and all_gather leave all ranks bit-equal. numel as
 // above, splits in elements. World size 1 moves the data as it is. Each returns the number of blocks of this rank's
 // input that held a NaN or Inf.
+// all_to_all of rows of `row_numel` elements encodes each by itself; 0: all that goes to a rank is one message.
 // With feedback the worker's residual, of all blocks of `input`, is added to them and renewed; the owner encodes
 // nothing.
 size_t compressed_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype,
@@ -145,7 +146,8 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
 size_t compressed_all_gather(Context& context, const void* input, void* output, size_t numel, DType dtype,
                              const Codec& codec);
 size_t compressed_all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
-                             const std::vector<size_t>& output_splits, DType dtype, const Codec& codec);
+                             const std::vector<size_t>& output_splits, DType dtype, const Codec& codec,
+                             size_t row_numel = 0);
 size_t compressed_broadcast(Context& context, void* data, size_t numel, DType dtype, int root, const Codec& codec);
 
 }  // namespace collectives

@@ -13,8 +13,7 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
       num_sent_(options_.codec == nullptr || options_.targets.empty() ? 0
                 : options_.same_for_all                               ? 1
                                                                       : options_.targets.size()),
-      chunk_numel_(exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(),
-                                        context.group.size(), context.chunk_scale())),
+      chunk_numel_(exchange_chunk_numel(granule(), context.group.size(), context.chunk_scale())),
       requests_(context.group, kInFlight * (options_.targets.size() + options_.sources.size())) {
   const auto num_awaited =
       std::count_if(options_.sources.begin(), options_.sources.end(),
@@ -30,9 +29,18 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
   received_ = context.workspace.get(kReceivedCodes, in_flight * options_.sources.size() * slot_bytes_);
 }
 
+// Chunks are cut at multiples of it.
+size_t PairwiseExchange::granule() const {
+  if (options_.codec == nullptr) return 1;
+  return options_.row_numel == 0 ? options_.codec->block_numel() : options_.row_numel;
+}
+
 size_t PairwiseExchange::wire_bytes(size_t numel) const {
   if (numel == 0) return 0;
   const Codec* codec = options_.codec;
+  if (codec != nullptr && options_.row_numel > 0) {
+    return numel / options_.row_numel * codec->wire_bytes(options_.row_numel, sent_dtype());
+  }
   return codec != nullptr ? codec->wire_bytes(numel, sent_dtype()) : numel * item_bytes(options_.dtype);
 }
 
@@ -82,18 +90,35 @@ void PairwiseExchange::encode(Range range, Range chunk, uint8_t* bytes) {
   const EventSpan span(context_.events, EventKind::kEncode, chunk.numel * item);
   const void* values = options_.prepare ? options_.prepare(chunk) : at(options_.input, chunk.begin, item);
   const CounterRng rng{derive_key(context_.rng_key, range.begin), chunk.begin - range.begin};
+  if (const size_t row_numel = options_.row_numel; row_numel > 0) {
+    for (size_t begin = 0; begin < chunk.numel; begin += row_numel) {
+      const CounterRng of_row{derive_key(rng.key, (rng.first + begin) / row_numel), 0};
+      num_nonfinite_blocks_ += options_.codec->encode(at(values, begin, item), options_.dtype, row_numel,
+                                                      bytes + wire_bytes(begin), of_row, context_.stream);
+    }
+    return;
+  }
   if (!options_.residual.is_on()) {
     num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, rng, context_.stream);
     return;
   }
-  const size_t granule = options_.codec->block_numel();
-  const size_t tile_numel = context_.stream.is_cpu() ? max_tile_numel(chunk_numel_, granule, context_.stream) : 0;
+  const size_t tile_numel = context_.stream.is_cpu() ? max_tile_numel(chunk_numel_, granule(), context_.stream) : 0;
   auto* totals = reinterpret_cast<float*>(context_.workspace.get(kTotals, 2 * tile_numel * sizeof(float)));
-  for_each_tile(chunk.numel, granule, context_.stream, [&](size_t begin, size_t numel) {
+  for_each_tile(chunk.numel, granule(), context_.stream, [&](size_t begin, size_t numel) {
     num_nonfinite_blocks_ += encode_with_residual(
         *options_.codec, at(values, begin, item), options_.dtype, residual_from(options_.residual, chunk.begin + begin),
         numel, bytes + wire_bytes(begin), {rng.key, rng.first + begin}, totals, totals + tile_numel, context_.stream);
   });
+}
+
+void PairwiseExchange::decode(const Arrival& arrival, void* destination) const {
+  const size_t numel = arrival.range.numel, item = item_bytes(options_.dtype);
+  const size_t message_numel = options_.row_numel == 0 ? numel : options_.row_numel;
+  const EventSpan span(context_.events, EventKind::kDecode, wire_bytes(numel));
+  for (size_t begin = 0; begin < numel; begin += message_numel) {
+    options_.codec->decode(arrival.bytes + wire_bytes(begin), options_.dtype, message_numel,
+                           at(destination, begin, item), context_.stream);
+  }
 }
 
 void PairwiseExchange::wait(size_t k) {

@@ -33,6 +33,8 @@ struct ExchangeOptions {
   // Gives, where set, the values to encode: called once per chunk of `input`, which it may read; valid until the next
   // call.
   std::function<const void*(Range chunk)> prepare = {};
+  // Under a codec, where it is not 0: every range is rows of so many elements, each of which is a message by itself.
+  size_t row_numel = 0;
   // Under a codec, where it is on: of all of `input`, which is added to it and renewed. The codes are then those of
   // f32.
   kernels::Residual residual = {};
@@ -63,6 +65,8 @@ class PairwiseExchange {
   }
 
   size_t chunk_numel() const { return chunk_numel_; }
+  // Decodes what has arrived.
+  void decode(const Arrival& arrival, void* destination) const;
 
  private:
   static constexpr size_t kInFlight = 2;
@@ -71,6 +75,7 @@ class PairwiseExchange {
   bool is_own(const PeerRange& one) const { return one.rank == context_.group.rank(); }
   Range chunk(const PeerRange& one, size_t k) const { return chunk_of(one.range, chunk_numel_, k); }
   DType sent_dtype() const { return options_.residual.is_on() ? DType::kF32 : options_.dtype; }
+  size_t granule() const;
   size_t wire_bytes(size_t numel) const;
   uint8_t* sent(size_t k, size_t target) const;
   uint8_t* received(size_t k, size_t source) const;

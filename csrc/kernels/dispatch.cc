@@ -16,6 +16,7 @@
 #include "csrc/kernels/digest.h"
 #include "csrc/kernels/fused.h"
 #include "csrc/kernels/half_codec.h"
+#include "csrc/kernels/minifloat.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
@@ -216,6 +217,11 @@ constexpr BlockCodec kHalfCodec = {"half", cpu::kHalf, cuda::kHalf, 1, [](int dt
                                      check_one_of(is_half(static_cast<DType>(dtype)), "half", "the wire's dtype",
                                                   static_cast<DType>(dtype), "float16, bfloat16");
                                    }};
+constexpr BlockCodec kMinifloatCodec = {
+    "minifloat", cpu::kMinifloat, cuda::kMinifloat, kBlockNumel, [](int type) {
+      if (type >= 0 && type < kNumMinifloats) return;
+      reject("minifloat: type is " + std::to_string(type) + ", expected 0 to " + std::to_string(kNumMinifloats - 1));
+    }};
 constexpr BlockCodec kMinmaxUint8Codec = {"minmax_uint8", cpu::kMinmaxUint8, cuda::kMinmaxUint8, kBlockNumel,
                                           [](int) {}};
 constexpr BlockCodec kOnebitCodec = {"onebit", cpu::kOnebit, cuda::kOnebit, kBlockNumel, [](int) {}};
@@ -302,6 +308,7 @@ constexpr BlockKernels kDispatched = {
 }  // namespace
 
 const BlockKernels kHalf = kDispatched<kHalfCodec>;
+const BlockKernels kMinifloat = kDispatched<kMinifloatCodec>;
 const BlockKernels kMinmaxUint8 = kDispatched<kMinmaxUint8Codec>;
 const BlockKernels kOnebit = kDispatched<kOnebitCodec>;
 const BlockKernels kQsgd = kDispatched<kQsgdCodec>;

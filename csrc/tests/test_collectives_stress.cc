@@ -213,6 +213,13 @@ double oracle(const UnderWay& call, size_t i) {
   }
 }
 
+// How far a codec is off, at most, in units of a block's largest magnitude.
+double loss_of(const Codec& codec) {
+  if (codec.name() == "fp8_e4m3") return 1.0 / 28;
+  if (codec.name() == "fp8_e5m2") return 1.0 / 14;
+  return codec.name() == "qsgd" ? 1.0 / 127 : 1.0 / 255;
+}
+
 void finish(UnderWay& call, const std::string& where) {
   if (!call.work) return;
   require(call.work->wait_for(60s), where + " does not end");
@@ -225,9 +232,8 @@ void finish(UnderWay& call, const std::string& where) {
   const bool is_half = plan.dtype == DType::kF16 || plan.dtype == DType::kBF16;
   const double allowed = plan.kind == CallKind::kHierarchical && is_half ? 4 * tolerance(plan.dtype, ReduceOp::kAvg)
                                                                          : tolerance(plan.dtype, plan.op);
-  // Two encodings of at most `kSize` times 997, neither off by more than 1/127 of that (1/255 without chance).
-  const double coding =
-      plan.codec != nullptr ? 2.1 * 997 * static_cast<double>(kSize) / (plan.codec->name() == "qsgd" ? 127 : 255) : 0;
+  // Two encodings of at most `kSize` times 997.
+  const double coding = plan.codec != nullptr ? 2.1 * 997 * static_cast<double>(kSize) * loss_of(*plan.codec) : 0;
   for (size_t i = 0; i < numel; ++i) {
     const double want = oracle(call, i), got = load(plan.dtype, result, i);
     if (std::fabs(got - want) <= allowed * std::fabs(want) + coding) continue;

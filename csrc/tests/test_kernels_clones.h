@@ -15,6 +15,7 @@
 #include "csrc/kernels/cpu/digest.cc"
 #include "csrc/kernels/cpu/half.cc"
 #include "csrc/kernels/cpu/half_codec.cc"
+#include "csrc/kernels/cpu/minifloat.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
 #include "csrc/kernels/cpu/nonfinite.cc"
 #include "csrc/kernels/cpu/onebit.cc"
@@ -224,6 +225,28 @@ TEST(BAGUA_CLONE_SUITE, MinmaxUint8) {
     kernels::cpu::kMinmaxUint8.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
     kernels::kMinmaxUint8.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
     ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Minifloat) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (int type = 0; type < kernels::kNumMinifloats; ++type) {
+    const size_t num_bytes = kernels::minifloat_wire_bytes(kCloneNumel, type);
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      Array source(kCloneNumel * 4, 0), got(num_bytes, 1), expected(num_bytes, 0);
+      fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+      if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+      if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+      kernels::cpu::kMinifloat.encode(type, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+      kernels::kMinifloat.encode(type, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
+      ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "type " << type << ", seed " << seed;
+      Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+      sum.assign(source);
+      expected_sum.assign(source);
+      kernels::cpu::kMinifloat.decode_add(type, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+      kernels::kMinifloat.decode_add(type, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+      ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "type " << type << ", seed " << seed;
+    }
   }
 }
 

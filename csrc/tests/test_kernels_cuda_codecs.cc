@@ -11,6 +11,7 @@
 #include "csrc/tests/test_kernels_cuda.h"
 
 #define cuda cuda_on_fibres
+#include "csrc/kernels/cuda/minifloat.cu"
 #include "csrc/kernels/cuda/minmax_uint8.cu"
 #include "csrc/kernels/cuda/onebit.cu"
 #include "csrc/kernels/cuda/qsgd.cu"
@@ -51,6 +52,10 @@ const std::vector<Case>& cases() {
         {"onebit", kernels::kOnebit, kernels::cuda_on_fibres::kOnebit, 0,
          [](size_t numel, int) { return kernels::onebit_wire_bytes(numel); }},
     };
+    for (int type = 0; type < kernels::kNumMinifloats; ++type) {
+      list.push_back({"minifloat:" + std::to_string(type), kernels::kMinifloat, kernels::cuda_on_fibres::kMinifloat,
+                      type, kernels::minifloat_wire_bytes});
+    }
     for (int bits : {8, 4, 2}) {
       list.push_back({"qsgd:bits=" + std::to_string(bits), kernels::kQsgd, kernels::cuda_on_fibres::kQsgd, bits,
                       kernels::qsgd_wire_bytes});
@@ -360,7 +365,7 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{11}), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{13}), [](const auto& info) {
   std::string name = cases()[info.param].name;
   for (char& letter : name) {
     if (letter == ':' || letter == '=') letter = '_';
@@ -368,7 +373,7 @@ INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{1
   return name;
 });
 
-TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 11u); }
+TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 13u); }
 
 }  // namespace
 }  // namespace bagua

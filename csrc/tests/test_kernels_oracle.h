@@ -165,6 +165,11 @@ inline std::vector<float> random_values(DType dtype, size_t numel, uint64_t seed
   return values;
 }
 
+inline std::vector<float> scaled(std::vector<float> values, float factor) {
+  for (float& value : values) value *= factor;
+  return values;
+}
+
 // Any finite bit pattern of the type: magnitudes from its smallest subnormal to its largest number side by side.
 inline std::vector<float> random_finite_bits(DType dtype, size_t numel, uint64_t seed) {
   std::mt19937_64 random(seed);

@@ -24,6 +24,7 @@ using testing::kSmallSizes;
 using testing::random_finite_bits;
 using testing::random_values;
 using testing::same_bits;
+using testing::scaled;
 using testing::store_real;
 
 constexpr int kBits[] = {8, 4, 2};
@@ -95,11 +96,6 @@ QsgdOracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint
     }
   }
   return result;
-}
-
-std::vector<float> scaled(std::vector<float> values, float factor) {
-  for (float& value : values) value *= factor;
-  return values;
 }
 
 struct Case {

@@ -67,6 +67,8 @@ def test_casts_overflow_as_torchs_do(spec, wire, dtype):
 WIRE_BYTES = {  # of one block of n elements
     "fp16": lambda n: 2 * n,
     "bf16": lambda n: 2 * n,
+    "fp8_e4m3": lambda n: 4 + n,
+    "fp8_e5m2": lambda n: 4 + n,
     "minmax_uint8": lambda n: 8 + n,
     "qsgd": lambda n: 4 + n + n % 2,
     "qsgd:bits=4": lambda n: 4 + math.ceil(n / 2),
@@ -210,6 +212,31 @@ def test_messages_can_be_cut_between_blocks(codec, dtype):
         assert torch.equal(codec.encode(x[:cut], key=9), encoded[:cut_bytes])
         assert torch.equal(codec.decode(encoded[cut_bytes:], x.numel() - cut, dtype), decoded[cut:])
         assert torch.equal(codec.encode(x[cut:], key=9), encoded[cut_bytes:]) != codec.is_random
+
+
+@pytest.mark.parametrize(
+    ("spec", "wire", "largest"), [("fp8_e4m3", torch.float8_e4m3fn, 448), ("fp8_e5m2", torch.float8_e5m2, 57344)]
+)
+@every_dtype
+def test_fp8_rounds_as_torchs_casts_do(spec, wire, largest, dtype):
+    """The cast of a block that is scaled so that its norm is the largest number; and back."""
+    codec = bagua.codecs.get(spec)
+    for x in _samples(dtype):
+        message, parts = codec.encode(x), []
+        decoded = codec.decode(message, x.numel(), torch.float32)
+        for block, got in zip(x.float().split(BLOCK), decoded.split(BLOCK), strict=True):
+            if not block.numel():
+                continue
+            norm = block.abs().max()
+            scale = 2.0**100 if norm < 2.0**-80 else 1.0
+            scaled = norm.double() * scale
+            units = (largest / scaled).float() if norm > 0 else 0.0
+            codes = (block * scale * units).to(wire)
+            parts += [norm.reshape(1).view(torch.uint8), codes.view(torch.uint8)]
+            expected = codes.float() * (scaled / largest).float() / scale
+            is_largest = codes.float().abs() == largest
+            assert torch.equal(got, torch.where(is_largest, norm.copysign(block), expected))
+        assert torch.equal(message, torch.cat([torch.empty(0, dtype=torch.uint8), *parts]))
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.is_random], ids=lambda codec: codec.spec)

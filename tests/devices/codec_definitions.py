@@ -166,6 +166,62 @@ def _minmax_decode(xp, rows, _length, _option):
     return values, xp.ones(values.shape, bool)
 
 
+# ---- small floats
+
+_FLOATS = {"fp8_e4m3": (4, 3, 448.0, 8), "fp8_e5m2": (5, 2, 57344.0, 8)}  # exponent, mantissa bits, largest, bits
+
+
+def _magnitudes(xp, name):
+    """Lists the numbers by their code, up to the largest."""
+    exponent_bits, mantissa_bits, largest, _ = _FLOATS[name]
+    bias, ones, found = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits, []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, ones)
+        value = (mantissa + (ones if exponent else 0)) * 2.0 ** (max(exponent, 1) - bias - mantissa_bits)
+        if value <= largest:
+            found.append(value)
+    return xp.asarray(found, dtype=xp.float64)
+
+
+def _float_scales(xp, norm):
+    return xp.where(norm < 2.0**-80, xp.float32(2.0**100), xp.float32(1)).astype(xp.float32)
+
+
+def _float_encode(name):
+    def encode_rows(xp, rows, is_bad, _option, _keys):
+        rows = xp.where(is_bad, xp.float32(0), rows)
+        numbers = _magnitudes(xp, name)
+        norm = xp.abs(rows).max(1, keepdims=True)
+        scale = _float_scales(xp, norm)
+        scaled = (norm * scale).astype(xp.float64)
+        units = xp.where(norm == 0, 0.0, numbers[-1] / xp.where(norm == 0, 1.0, scaled)).astype(xp.float32)
+        y = (rows * scale * units).astype(xp.float64)
+        # Between two neighbours the middle is exact; it goes to the even code.
+        above = xp.clip(xp.searchsorted(numbers, xp.abs(y)), 1, len(numbers) - 1)
+        middle = (numbers[above - 1] + numbers[above]) / 2
+        is_up = (xp.abs(y) > middle) | ((xp.abs(y) == middle) & (above % 2 == 0))
+        codes = xp.where(is_up, above, above - 1)
+        codes = xp.where(is_bad, 0, codes + xp.where(xp.signbit(rows), 2 ** (_FLOATS[name][3] - 1), 0))
+        return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, norm), xp.uint32), codes.astype(xp.uint8)], 1)
+
+    return encode_rows
+
+
+def _float_decode(name):
+    def decode_rows(xp, rows, _length, _option):
+        numbers, sign = _magnitudes(xp, name), 2 ** (_FLOATS[name][3] - 1)
+        norm, codes = _numbers(xp, rows[:, :4], xp.float32), rows[:, 4:].astype(xp.int64)
+        scale = _float_scales(xp, norm)
+        step = ((norm * scale).astype(xp.float64) / numbers[-1]).astype(xp.float32)
+        values = numbers[codes % sign].astype(xp.float32) * step / scale
+        values = xp.where(codes % sign == len(numbers) - 1, norm, values)
+        values = xp.where(codes >= sign, -values, values)
+        values = xp.where(xp.isfinite(norm), values, xp.float32("nan"))
+        return values, xp.ones(values.shape, bool)
+
+    return decode_rows
+
+
 # ---- qsgd
 
 _MASK = 2**64 - 1
@@ -296,7 +352,11 @@ def _topk_decode(xp, rows, length, k):
 _TO_HALF = {"fp16": to_f16, "bf16": to_bf16}
 _ENCODE = {"minmax_uint8": _minmax_encode, "qsgd": _qsgd_encode, "onebit": _onebit_encode, "topk": _topk_encode}
 _DECODE = {"minmax_uint8": _minmax_decode, "qsgd": _qsgd_decode, "onebit": _onebit_decode, "topk": _topk_decode}
+_ENCODE |= {name: _float_encode(name) for name in _FLOATS}
+_DECODE |= {name: _float_decode(name) for name in _FLOATS}
 _ROW_BYTES = {
+    "fp8_e4m3": lambda length, _: 4 + length,
+    "fp8_e5m2": lambda length, _: 4 + length,
     "minmax_uint8": lambda length, _: 8 + length,
     "qsgd": lambda length, bits: 4 + _padded(length, bits) * bits // 8,
     "onebit": lambda length, _: 4 + -(-length // 8),

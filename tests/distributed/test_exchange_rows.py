@@ -1,15 +1,16 @@
-"""exchange_rows: rows and their gradients, against plain loops over ranks; zero rows; codecs per rank."""
+"""exchange_rows: rows and their gradients, against plain loops over ranks; zero rows; codecs, row by row."""
 
 import pytest
 import torch
 
 import bagua
+from bagua import _C
 from bagua.errors import InvalidArgument
 from tests.distributed.test_codecs import SEED, key_of, passed_through
 from tests.distributed.worlds import in_worlds, mixed, shm, tcp
 
 WIDTH = 5
-CODECS = ("bf16", "fp16", "minmax_uint8", "qsgd:bits=4")
+CODECS = ("bf16", "fp16", "fp8_e4m3", "minmax_uint8", "qsgd:bits=4")
 
 
 def rows_between(world_size):
@@ -81,13 +82,14 @@ def in_a_group(rank, world_size, check):
 
 
 def coded(parts, rows, rank, codec):
-    """What arrives on ``rank`` of the ranks' tensors under a codec: each block by itself, the own one too."""
+    """What arrives on ``rank`` of the ranks' tensors under a codec: each row by itself, the own ones too."""
     seen = []
     for sender, (part, splits) in enumerate(zip(parts, rows, strict=True)):
-        block = part.split(splits)[rank]
-        key = key_of(sender, WIDTH * sum(splits[:rank]))
-        seen.append(block if codec is None else passed_through(codec, block.flatten(), key).view(block.shape))
-    return torch.cat(seen)
+        width = part[0].numel() if len(part) else 0
+        key = key_of(sender, width * sum(splits[:rank]))
+        for index, row in enumerate(part.split(splits)[rank]):
+            seen.append(row if codec is None else passed_through(codec, row, _C.derive_key(key, index)))
+    return torch.stack(seen) if seen else parts[rank][:0]
 
 
 def check_codecs(rank, world_size):
@@ -110,8 +112,30 @@ def check_codecs(rank, world_size):
 
 
 @in_worlds([shm(3), tcp(2)])
-def test_codecs_encode_the_rows_for_each_rank(pools, world):
+def test_codecs_encode_each_row(pools, world):
     pools.run(world, check_codecs)
+
+
+def check_long_rows(rank, world_size):
+    """Rows around the codecs' block, and more than one chunk of a message; one of them with a NaN."""
+    rows = rows_between(world_size)
+    for width, factor in ((2047, 1), (2048, 1), (3000, 1), (640, 500)):
+        splits = [[factor * count for count in of_rank] for of_rank in rows]
+        inputs = []
+        for each in range(world_size):
+            generator = torch.Generator().manual_seed(each)
+            x = torch.randn(sum(splits[each]), width, generator=generator)
+            x *= torch.logspace(-6, 6, max(1, len(x)))[: len(x), None]  # no scale suits two rows
+            x[len(x) // 2 :][:1, 7] = float("nan")
+            inputs.append(x)
+        for codec in ("fp8_e4m3", "minmax_uint8"):
+            y, _ = bagua.exchange_rows(inputs[rank], splits[rank], codec=codec)
+            assert torch.equal(y.nan_to_num(7), coded(inputs, splits, rank, codec).nan_to_num(7)), (width, codec)
+
+
+@in_worlds([shm(3), tcp(2)])
+def test_long_rows_are_encoded_by_themselves(pools, world):
+    pools.run(world, check_long_rows)
 
 
 def refuses(rank, world_size):

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/kernels/arithmetic/half.h"
+#include "csrc/kernels/arithmetic/power_of_two.h"
 #include "csrc/kernels/multiversion.h"
 #include "csrc/kernels/qsgd.h"
 
@@ -15,31 +16,7 @@ inline constexpr float kScaleUnits = 1 << kRandomBits;
 
 constexpr int32_t levels(int bits) { return (1 << (bits - 1)) - 1; }
 
-// x * s of the contract and back, for blocks whose s is 2^100, by way of the bits: no operation has a subnormal operand
-// or result, so a flush-to-zero mode (torch.set_flush_denormal) does not change what comes out.
-inline constexpr uint32_t kScaleExponent = 100u << 23;
 inline constexpr uint32_t kUnscaledNorm = (127u - 100u) << 23;  // 2^-100: from here on s is 1
-inline constexpr uint32_t kSmallestNormal = 1u << 23;           // 2^-126
-
-BAGUA_INLINE float scale_up(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & kF32Abs;
-  // A subnormal is mantissa * 2^-149: put the mantissa under the exponent of 2^-26 and take 2^-26 away.
-  constexpr uint32_t kBase = kSmallestNormal + kScaleExponent;
-  const float subnormal = std::bit_cast<float>(magnitude + kBase) - std::bit_cast<float>(kBase);
-  const uint32_t scaled =
-      select(magnitude < kSmallestNormal, std::bit_cast<uint32_t>(subnormal), magnitude + kScaleExponent);
-  return std::bit_cast<float>(scaled | (bits & 0x80000000u));
-}
-
-// `value` is below 2, and 0 or above 2^-100.
-BAGUA_INLINE float scale_down(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & kF32Abs;
-  // Below 2^-26 the addition of 2^-26, whose last bit stands for 2^-149, does the rounding.
-  constexpr uint32_t kBase = kSmallestNormal + kScaleExponent;
-  const float sum = std::bit_cast<float>(magnitude) + std::bit_cast<float>(kBase);
-  const uint32_t unscaled = select(magnitude < kBase, std::bit_cast<uint32_t>(sum) - kBase, magnitude - kScaleExponent);
-  return std::bit_cast<float>(unscaled | (bits & 0x80000000u));
-}
 
 // The steps of a block of elements x * s.
 struct Steps {
