@@ -5,6 +5,7 @@ its buckets send changes. Bytes travel over bagua's connections, whatever the ba
 """
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from bagua.distributed.coded_reductions import CodedReductions
 from bagua.distributed.process_group import ProcessGroup, ReduceOp
 from bagua.distributed.world import GroupLike, init_beside_torch, resolve
 from bagua.errors import DeadlineExceeded, InvalidArgument
+from bagua.profiler.hook_timeline import HookTimeline
 from bagua.torch_backend.callback_levels import Level, Levels
 from bagua.torch_backend.futures import TorchFuture
 
@@ -23,16 +25,22 @@ __all__ = ["CommHook", "comm_hook"]
 _LAST_STEPS_S = 2.0  # a group that is closed waits this long for steps of its hooks
 
 
-class CommHook:
-    """A communication hook of one DistributedDataParallel; see ``comm_hook``."""
+class CommHook(HookTimeline):
+    """A communication hook of one DistributedDataParallel; see ``comm_hook``.
+
+    It has the timeline of the buckets' operations. A step there begins with its first bucket, waits from the end of
+    backward's computation on, and ends when DDP has all gradients.
+    """
 
     def __init__(self, codec: str | None, error_feedback: bool, group: GroupLike) -> None:
         self.__name__ = self.__qualname__ = "bagua.ddp.comm_hook"  # DDP logs them
-        self._reductions = CodedReductions(codec, error_feedback)
+        super().__init__("bagua.ddp.comm_hook")
+        self._reductions = CodedReductions(codec, error_feedback, self._record)
         self._wanted_group = group
-        self._joining = threading.Lock()  # guards the next two
-        self._group: ProcessGroup | None = None
+        self._joining = threading.Lock()  # guards the next one and _group
         self._level: Level | None = None
+        # These times are of the current backward: its first bucket came, and its computation ended.
+        self._begin_ns = self._wait_ns = self._num_buckets = 0
         self._first_of: dict[int, torch.Tensor] = {}  # the first parameter of each bucket
         self._is_laid_out = False  # True after the first backward, when DDP's buckets have their final layout
         self._loaded: Mapping[str, Any] | None = None  # a state, until the group is known
@@ -44,12 +52,18 @@ class CommHook:
         tensor, index = bucket.buffer(), bucket.index()
         if self._is_laid_out:
             self._check_owner(index, bucket.parameters()[0])
+        if index == 0:
+            self._begin_ns = time.monotonic_ns()
         label = f"bucket {index}"
         if self._is_laid_out:
             work = self._reductions.all_reduce(group, tensor, index, ReduceOp.AVG, label)
         else:
             work = group.all_reduce(tensor, ReduceOp.AVG, label=label)
+            self._record(work, group, "")
             self._is_laid_out = bucket.is_last()
+        if bucket.is_last() and torch._C._current_graph_task_id() != -1:  # else for ranks that go on, in join()
+            self._num_buckets = index + 1
+            torch.autograd.Variable._execution_engine.queue_callback(self._computed)
 
         def result() -> torch.Tensor:
             work.wait()
@@ -58,6 +72,14 @@ class CommHook:
         future = TorchFuture(level, result, work.device)
         level.thread.after_enqueued(work, future.take_turn)
         return future
+
+    def _computed(self) -> None:
+        """Notes the end of the computation, and queues the end of the step behind DDP's own callback, which waits."""
+        self._wait_ns = time.monotonic_ns()
+        torch.autograd.Variable._execution_engine.queue_callback(self._synchronised)
+
+    def _synchronised(self) -> None:
+        self._recorder.add_step(self._begin_ns, self._wait_ns, time.monotonic_ns(), self._num_buckets)
 
     def _check_owner(self, index: int, parameter: torch.Tensor) -> None:
         if self._first_of.setdefault(index, parameter) is not parameter:

@@ -8,7 +8,9 @@ a gradient that is there already, offload, hooks that read it) it ends at once, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +20,9 @@ import torch.distributed as dist
 from bagua.distributed.coded_reductions import CodedReductions
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.distributed.tensors import local_tensor
-from bagua.distributed.world import GroupLike, init_beside_torch, resolve
+from bagua.distributed.world import GroupLike, get_default_group, init_beside_torch, resolve
 from bagua.errors import InvalidArgument
+from bagua.profiler.hook_timeline import HookTimeline
 
 __all__ = ["Compression", "compress"]
 
@@ -77,6 +80,15 @@ class _Unit:
         return ReduceOp.SUM, 1 / self._param_group.gradient_divide_factor  # PREMUL_SUM
 
 
+@dataclasses.dataclass
+class _Backward:
+    """A backward with reductions: when the first began, how many there are, and those that end with the backward."""
+
+    begin_ns: int
+    num_reductions: int = 0
+    late: list[Work] = dataclasses.field(default_factory=list)
+
+
 class _ReduceScatter:
     """FSDP2's custom reduce-scatter of one unit: torch's interface of that name."""
 
@@ -97,21 +109,37 @@ class _ReduceScatter:
         self._compression.reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 
-class Compression:
-    """The result of ``bagua.fsdp.compress``; with error feedback its state belongs into checkpoints."""
+class Compression(HookTimeline):
+    """The result of ``bagua.fsdp.compress``; with error feedback its state belongs into checkpoints.
+
+    It has the timeline of the units' reductions, not of torch's own all-gathers. A step there is a backward, from its
+    first reduction on, and one more for each backward inside of it (checkpoints with use_reentrant=True). With
+    ``replicate`` all ranks of the job call ``save_timeline``.
+
+    Args:
+        shards, replicas: the ranks that share a model, and those that hold the same shard; None without replicas.
+        codec, shard_codec, error_feedback: as for ``compress``.
+    """
 
     def __init__(
         self,
         shards: ProcessGroup,
         replicas: ProcessGroup | None,
-        reduce_scatters: CodedReductions | None,
-        all_reduces: CodedReductions | None,
+        codec: str | None,
+        shard_codec: str | None,
+        error_feedback: bool,
     ) -> None:
+        super().__init__("bagua.fsdp.compress")
         self._shards, self._replicas = shards, replicas
-        self._reduce_scatters, self._all_reduces = reduce_scatters, all_reduces
-        # Reductions that are waited for at the end of their backward, by that: one with use_reentrant=True has others
-        # inside of it.
-        self._pending: dict[int, list[Work]] = {}
+        self._group = shards if replicas is None else get_default_group()
+        self._reduce_scatters = self._all_reduces = None
+        if replicas is not None:
+            self._all_reduces = CodedReductions(codec, error_feedback, self._record)
+        if replicas is None or shard_codec is not None:
+            of_shards = codec if replicas is None else shard_codec
+            self._reduce_scatters = CodedReductions(of_shards, error_feedback, self._record)
+        # The backwards under way: one with use_reentrant=True has others inside of it.
+        self._backwards: dict[int, _Backward] = {}
 
     def attach(self, units: Sequence[_Unit]) -> None:
         """Registers itself with FSDP2."""
@@ -126,9 +154,11 @@ class Compression:
         op, factor = unit.operator(torch_op)
         if factor != 1:
             input.mul_(factor)
-        work = self._reduce_scatters.reduce_scatter(self._shards, output, input, unit.index, op)
+        backward, label = self._backward(), f"reduce_scatter {unit.name}"
+        work = self._reduce_scatters.reduce_scatter(self._shards, output, input, unit.index, op, label)
         # Behind it comes the all-reduce, or the division of a sum.
-        self._finish(work, self._all_reduces is None and op == ReduceOp.AVG and unit.keeps_in_place(output))
+        is_result = self._all_reduces is None and op == ReduceOp.AVG
+        self._finish(work, backward, may_be_late=is_result and unit.keeps_in_place(output))
 
     def all_reduce(self, unit: _Unit, output: torch.Tensor) -> None:
         """Averages what a unit's reduce-scatter has left over the replicas."""
@@ -139,26 +169,40 @@ class Compression:
         if unit.partial is not None:
             output.add_(unit.partial)
             unit.partial = None
-        work = self._all_reduces.all_reduce(self._replicas, output, unit.index, ReduceOp.AVG, unit.name)
-        self._finish(work, unit.keeps_in_place(output))
+        backward, label = self._backward(), f"all_reduce {unit.name}"
+        work = self._all_reduces.all_reduce(self._replicas, output, unit.index, ReduceOp.AVG, label)
+        self._finish(work, backward, may_be_late=unit.keeps_in_place(output))
 
-    def _finish(self, work: Work, may_be_late: bool) -> None:
-        """Waits for a reduction, now or at the end of the backward."""
-        backward = torch._C._current_graph_task_id()
-        if not may_be_late or backward == -1:
-            work.wait()
-            return
-        if backward not in self._pending:
-            self._pending[backward] = []
-            finish = functools.partial(self._finish_backward, backward)
+    def _backward(self) -> _Backward | None:
+        """Returns the backward that the calling thread runs, which begins with its first reduction; None: none."""
+        number = torch._C._current_graph_task_id()
+        if number == -1:
+            return None
+        if number not in self._backwards:
+            self._backwards[number] = _Backward(time.monotonic_ns())
+            finish = functools.partial(self._finish_backward, number)
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-        self._pending[backward].append(work)
+        return self._backwards[number]
 
-    def _finish_backward(self, backward: int) -> None:
-        for work in self._pending.pop(backward):
+    def _finish(self, work: Work, backward: _Backward | None, may_be_late: bool) -> None:
+        """Waits for a reduction, now or at the end of the backward."""
+        if backward is not None:
+            backward.num_reductions += 1
+            if may_be_late:
+                backward.late.append(work)
+                return
+        wait_ns = time.monotonic_ns()
+        work.wait()
+        self._recorder.add_exposed_hook(work.label, wait_ns, time.monotonic_ns())
+
+    def _finish_backward(self, number: int) -> None:
+        wait_ns = time.monotonic_ns()
+        backward = self._backwards.pop(number)
+        for work in backward.late:
             work.wait()
-        for earlier in [one for one in self._pending if one > backward]:
-            del self._pending[earlier]  # it raised inside of this one
+        self._recorder.add_step(backward.begin_ns, wait_ns, time.monotonic_ns(), backward.num_reductions)
+        for later in [one for one in self._backwards if one > number]:
+            del self._backwards[later]  # it raised inside of this one
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what error feedback remembers on this rank: plain data and tensors; every rank saves its own."""
@@ -234,12 +278,11 @@ def compress(
     init_beside_torch()
     shards = resolve(units[0].shard_group)
     if replicate is None:
-        compression = Compression(shards, None, CodedReductions(codec, error_feedback), None)
+        compression = Compression(shards, None, codec, None, error_feedback)
     else:
         replicas = resolve(replicate)
         _check_replicas(units, shards, replicas)
-        reduce_scatters = None if shard_codec is None else CodedReductions(shard_codec, error_feedback)
-        compression = Compression(shards, replicas, reduce_scatters, CodedReductions(codec, error_feedback))
+        compression = Compression(shards, replicas, codec, shard_codec, error_feedback)
         for unit in units:
             for parameter in unit.parameters:
                 replicas.broadcast(local_tensor(parameter), 0, label=unit.name, blocking=True).wait()

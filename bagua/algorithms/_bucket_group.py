@@ -87,7 +87,7 @@ class BucketGroup:
 
     Args:
         group: the ranks.
-        record: called with each Work, its group and whether it is a bucket's.
+        record: called with each Work, its group, whether it is a bucket's, and its codec, "" for full precision.
         parent: of a subgroup.
 
     Attributes:
@@ -98,7 +98,7 @@ class BucketGroup:
     def __init__(
         self,
         group: ProcessGroup,
-        record: Callable[[Work, ProcessGroup, bool], None],
+        record: Callable[[Work, ProcessGroup, bool, str], None],
         parent: BucketGroup | None = None,
     ) -> None:
         self.process_group = group
@@ -286,7 +286,11 @@ class BucketGroup:
 
     def _end(self, bucket: Bucket | None, work: Work, is_result: bool = False) -> Work:
         current = self._now.bucket
-        self._record(work, self.process_group, bucket is not None or current is not None)
+        declared = current if bucket is None else bucket
+        codec = None
+        if declared is not None:
+            codec = (declared.sent[-1] if declared is current else declared.declaration).codec
+        self._record(work, self.process_group, declared is not None, codec or "")
         if current is not None:
             current.works.append(work)
             current.is_result = is_result and bucket is current and len(current.works) == 1

@@ -24,11 +24,9 @@ from bagua.data_parallel.reducer import Reducer
 from bagua.data_parallel.replica_check import ReplicaCheck
 from bagua.data_parallel.states import ParameterStates
 from bagua.distributed.consensus import agree
-from bagua.distributed.job_ranks import reworded
 from bagua.distributed.process_group import ProcessGroup, ReduceOp
-from bagua.errors import BaguaError, InvalidArgument
-from bagua.profiler import clock_sync
-from bagua.profiler.timeline import Timeline
+from bagua.errors import InvalidArgument
+from bagua.profiler.timeline import Timeline, save_all
 
 _STATE_VERSION = 6
 _STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "loss_scale", "state", "parameters"}
@@ -364,20 +362,7 @@ class BaguaHandle:
             >>> model.bagua.save_timeline("timeline")
             PosixPath('timeline/rank0.json')
         """
-        try:
-            self.group.check()
-            clock = clock_sync.measure(self.group)
-        except BaguaError as error:
-            after = "; model.bagua.timeline().save(path) writes what this rank knows, without the others"
-            raise reworded(error, after=after) from error
-        path = Path(folder) / f"rank{self.group.rank}.json"
-
-        def write() -> tuple[None, dict[str, Any]]:
-            self.timeline().save(path, clock)
-            return None, {}
-
-        agree(self.group, write, "name a folder that every rank can write to")
-        return path
+        return save_all(self.group, folder, self.timeline, "model.bagua.timeline().save(path)")
 
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""

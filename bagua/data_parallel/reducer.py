@@ -637,11 +637,8 @@ class Reducer:
 
     def timeline(self, parts: bool = True) -> Timeline:
         """Returns what happened when on this rank; without ``parts`` operations as a whole only."""
-        events = [(group.name, event) for group in self.groups for event in group.events(parts=parts)]
-        kept_since_ns = {group.name: group.kept_since_ns() for group in self.groups}  # later: what is lost until then
-        context = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
-        context["algorithm"] = self.algorithm.name
-        return snapshot(self.recorder, events, kept_since_ns, self.storage.buckets, context)
+        buckets = {bucket.label: str(bucket.declaration) for bucket in self.storage.buckets}
+        return snapshot(self.recorder, self.group, self.groups, self.algorithm.name, buckets, parts)
 
     def _algorithm(self, hook: str) -> fatal:
         return fatal(self.group, hook, self.algorithm.name, self.scope.others)
@@ -682,7 +679,7 @@ class _Record:
     def __init__(self, recorder: Recorder, groups: list[ProcessGroup]) -> None:
         self._recorder, self._groups = recorder, groups
 
-    def __call__(self, work: Work, group: ProcessGroup, is_bucket: bool) -> None:
+    def __call__(self, work: Work, group: ProcessGroup, is_bucket: bool, codec: str) -> None:
         if group not in self._groups:
             self._groups.append(group)
-        self._recorder.add_work(group.name, work.core, work.label, is_bucket=is_bucket)
+        self._recorder.add_work(group.name, work.core, work.label, is_bucket, codec)

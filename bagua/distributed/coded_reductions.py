@@ -6,7 +6,7 @@ result is finite; so NaN and Inf of one step leave what is remembered as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ class CodedReductions:
     Args:
         codec: the name of a codec, with its options; None: full precision.
         error_feedback: what the codes of one reduction leave out is added to the next one of the same key.
+        record: called with each Work, its group and its codec, "" for full precision.
 
     Raises:
         InvalidArgument: the codec is unknown, or does not go with error feedback.
     """
 
-    def __init__(self, codec: str | None, error_feedback: bool) -> None:
+    def __init__(
+        self, codec: str | None, error_feedback: bool, record: Callable[[Work, ProcessGroup, str], None]
+    ) -> None:
         self.codec = None if codec is None else codecs.get(codec)
-        self.error_feedback = error_feedback
+        self.error_feedback, self._record = error_feedback, record
         if self.codec is not None:
             self.codec.check_error_feedback(error_feedback)
         elif error_feedback:
@@ -55,10 +58,10 @@ class CodedReductions:
         work = group.all_reduce(
             tensor, op, codec=codec, label=label, feedback=residuals, checks_result=residuals is not None
         )
-        return self._committing(work, key, tensor, residuals)
+        return self._started(work, group, codec, key, tensor, residuals)
 
     def reduce_scatter(
-        self, group: ProcessGroup, output: torch.Tensor, input: torch.Tensor, key: int, op: ReduceOp
+        self, group: ProcessGroup, output: torch.Tensor, input: torch.Tensor, key: int, op: ReduceOp, label: str
     ) -> Work:
         """Starts ``output`` <- op over ranks of this rank's block of their ``input``, of one size for each ``key``."""
         codec = self._codec_for(group, input, key)
@@ -66,7 +69,8 @@ class CodedReductions:
         work = group.reduce_scatter(
             output, input, op, codec=codec, feedback=residuals, checks_result=residuals is not None
         )
-        return self._committing(work, key, output, residuals)
+        work.label = label
+        return self._started(work, group, codec, key, output, residuals)
 
     def _codec_for(self, group: ProcessGroup, tensor: torch.Tensor, key: int) -> codecs.SeededCodec | None:
         """Returns the codec of one reduction, which is the same on all ranks; None: full precision."""
@@ -93,7 +97,17 @@ class CodedReductions:
                 some[:] = [one.to(tensor.device) for one in some]
         return Residuals(now[0], following[0], now[1], following[1])
 
-    def _committing(self, work: Work, key: int, result: torch.Tensor, residuals: Residuals | None) -> Work:
+    def _started(
+        self,
+        work: Work,
+        group: ProcessGroup,
+        codec: codecs.SeededCodec | None,
+        key: int,
+        result: torch.Tensor,
+        residuals: Residuals | None,
+    ) -> Work:
+        """Records ``work``, and has it commit its residuals when it is waited for."""
+        self._record(work, group, "" if codec is None else codec.spec)
         if residuals is None:
             return work
 

@@ -188,7 +188,7 @@ def _whole_steps(records: Sequence[_Record]) -> Iterator[tuple[StepRecord, int, 
             step = record
         elif isinstance(record, ExposedHook):
             hooks_ns += record.end_ns - record.begin_ns
-        end_ns = record.end_ns
+        end_ns = max(end_ns, record.end_ns)  # a reduction that backward waits for at once is inside of its step
     if step is not None:
         yield step, begin_ns, end_ns, hooks_ns
 
@@ -228,9 +228,10 @@ def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
 
 
 def _identity(operation: Span) -> dict[str, Any]:
-    """Returns the arguments that identify an operation on all ranks, and those that `bagua timeline` needs."""
+    """Returns the arguments that identify an operation on all ranks, what it sent, and what `bagua timeline` needs."""
     some = {"waits_for_some": True} if operation.waits_for_some else {}
-    return {"group": operation.group, "ticket": operation.ticket, "bytes": operation.bytes, **some}
+    sent = {"bytes": operation.bytes, "bytes_sent": operation.bytes_sent, "codec": operation.codec}
+    return {"group": operation.group, "ticket": operation.ticket, **sent, **some}
 
 
 def _gaps(operation: Span, parts: Sequence[Span]) -> Iterator[tuple[int, int]]:

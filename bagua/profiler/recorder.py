@@ -60,7 +60,8 @@ class StepRecord:
 class ExposedHook:
     """Exposed communication in a hook of the forward or of the optimizer.
 
-    ``hook`` is before_forward, before_optimizer_step or after_optimizer_step.
+    ``hook`` is before_forward, before_optimizer_step or after_optimizer_step. Under ``bagua.fsdp.compress`` it is the
+    label of a reduction that backward has waited for at once.
     """
 
     hook: str
@@ -111,6 +112,8 @@ class Span:
 
     Attributes:
         bytes: of the tensor for an operation, of the chunk or message for the others.
+        bytes_sent: of an operation: the payload that its rank has sent.
+        codec: of a bucket's operation: the codec of what travels, "" for full precision.
         group: name of the group whose engine it was.
         ticket: counts the operations of that engine; the same operation has the same one on all ranks.
         waits_for_some: for an operation: its rank waited for its neighbours only, as on a ring.
@@ -124,6 +127,8 @@ class Span:
     group: str
     ticket: int
     waits_for_some: bool = False
+    bytes_sent: int = 0
+    codec: str = ""
 
 
 class Operation(Protocol):
@@ -210,7 +215,7 @@ class Recorder:
         self._steps = _Ring(KEPT_STEPS, len(dataclasses.fields(StepRecord)))
         self._exposed_hooks = _Ring(_HOOKS_PER_STEP * KEPT_STEPS, 3)  # name of the hook, begin, end
         self._compute = _Ring(_COMPUTE_PER_STEP * KEPT_STEPS, 3)
-        self._labels = _Ring(KEPT_LABELS, 4)  # names of group and label, ticket, whether it is a bucket's
+        self._labels = _Ring(KEPT_LABELS, 5)  # names of group and label, ticket, whether it is a bucket's, codec
         self._uncounted: deque[Operation] = deque(maxlen=KEPT_LABELS)  # their bytes are not in a step's record yet
         self.job_ranks: JobRanks | None = None  # of the group whose ranks the files are named after; None: all
         self._failure: Failure | None = None
@@ -229,9 +234,9 @@ class Recorder:
         """Records a ``Compute``."""
         self._compute.add(self._names[what], begin_ns, end_ns)
 
-    def add_work(self, group: str, work: Operation, label: str, is_bucket: bool = True) -> None:
+    def add_work(self, group: str, work: Operation, label: str, is_bucket: bool = True, codec: str = "") -> None:
         """Names the spans of ``work`` of the engine of ``group``, and counts what it sends."""
-        self._labels.add(self._names[group], self._names[label], work.ticket, is_bucket)
+        self._labels.add(self._names[group], self._names[label], work.ticket, is_bucket, self._names[codec])
         self._uncounted.append(work)
 
     def add_step(self, begin_ns: int, wait_ns: int, end_ns: int, num_buckets: int) -> None:
@@ -309,21 +314,21 @@ class Recorder:
         for group, event in events:
             named = labels.get((group, event.ticket))
             if named is not None:
-                label, is_bucket = named
-                operation = (group, event.ticket, event.waits_for_some)
+                label, is_bucket, codec = named
+                operation = (group, event.ticket, event.waits_for_some, event.bytes_sent, codec)
                 span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, *operation)
                 (of_buckets if is_bucket else others).append(span)
         return tuple(of_buckets), tuple(others)
 
-    def _labels_of(self, operations: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, bool]]:
-        """Returns the label of a group's ticket, and whether it is a bucket's. Searches from the newest."""
-        found: dict[tuple[str, int], tuple[str, bool]] = {}
+    def _labels_of(self, operations: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, bool, str]]:
+        """Returns the label of a group's ticket, whether it is a bucket's, and its codec. Searches from the newest."""
+        found: dict[tuple[str, int], tuple[str, bool, str]] = {}
         records, names = self._labels.newest_first(), self._names.by_number()
-        for group, label, ticket, of_bucket in records:
+        for group, label, ticket, of_bucket, codec in records:
             if len(found) == len(operations):
                 break
             if (names[group], ticket) in operations:
-                found[names[group], ticket] = (names[label], of_bucket == 1)
+                found[names[group], ticket] = (names[label], of_bucket == 1, names[codec])
         return found
 
     def totals(self) -> dict[str, Any]:

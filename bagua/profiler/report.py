@@ -185,7 +185,8 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
     unknown = f"not known for {len(among_some)} operations, whose ranks wait for their neighbours only"
     if not num_operations:
         return [f"straggler        {unknown}"]
-    in_background = all(group != ranks[0].about["group"] for (group, _) in {one.operation for one in arrivals})
+    subgroup = f"{ranks[0].about['group']}/"
+    in_background = all(group.startswith(subgroup) for group, _ in {one.operation for one in arrivals})
     caused = caused_ns(found, [one.rank for one in ranks])
     times = [arrival.begin_ns for arrival in arrivals]
     rank = persistent_straggler(caused, max(times) - min(times))

@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagua.profiler import chrome_trace
+from bagua.distributed.consensus import agree
+from bagua.distributed.job_ranks import reworded
+from bagua.distributed.process_group import ProcessGroup
+from bagua.errors import BaguaError
+from bagua.profiler import chrome_trace, clock_sync
 from bagua.profiler.clock_sync import ClockOffset
 from bagua.profiler.recorder import Compute, ExposedHook, Failure, Recorder, Span, StepRecord
 
-__all__ = ["Compute", "Failure", "ExposedHook", "Recorder", "Span", "StepRecord", "Timeline", "snapshot"]
+__all__ = ["Compute", "Failure", "ExposedHook", "Recorder", "Span", "StepRecord", "Timeline", "save_all", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +97,29 @@ class Timeline:
 
 def snapshot(
     recorder: Recorder,
-    events: Iterable[tuple[str, Any]],
-    kept_since_ns: dict[str, tuple[int, int]],
-    buckets: Sequence[Any],
-    place: dict[str, Any],
+    group: ProcessGroup,
+    groups: Sequence[ProcessGroup],
+    algorithm: str,
+    buckets: Mapping[str, str],
+    parts: bool,
 ) -> Timeline:
     """The timeline up to now.
 
     Args:
-        events: of the groups' engines, each with its group's name.
-        kept_since_ns: as in Timeline.
-        buckets: as they are laid out now.
-        place: rank, world_size, group and algorithm.
+        group: the ranks that train together.
+        groups: those whose engines have run the operations.
+        buckets: what was sent last, by label.
+        parts: False: operations as a whole only.
     """
-    totals = {**recorder.totals(), "buckets": {bucket.label: str(bucket.declaration) for bucket in buckets}}
-    host = {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid()}
+    events = [(one.name, event) for one in groups for event in one.events(parts=parts)]
+    kept_since_ns = {one.name: one.kept_since_ns() for one in groups}  # later: what is lost until then
     spans, coordination = recorder.spans(events)
-    place = {**place, **host}
+    place = {"rank": group.rank, "world_size": group.size, "group": group.name, "algorithm": algorithm}
+    place |= {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid()}
     return Timeline(
         recorder.steps(),
         spans,
-        totals,
+        {**recorder.totals(), "buckets": dict(buckets)},
         recorder.exposed_hooks(),
         recorder.compute(),
         coordination,
@@ -121,6 +127,32 @@ def snapshot(
         kept_since_ns,
         recorder.failure(),
     )
+
+
+def save_all(group: ProcessGroup, folder: str | Path, timeline: Callable[[], Timeline], alone: str) -> Path:
+    """Writes the timeline of each rank of ``group`` to ``folder``/rank<rank>.json, on rank 0's clock; collective.
+
+    Args:
+        timeline: returns that of this rank.
+        alone: the call that writes this rank's after a failure, for the message.
+
+    Raises:
+        InvalidArgument: on every rank, where one cannot write its file.
+        BaguaError: the group has failed, or was destroyed.
+    """
+    try:
+        group.check()
+        clock = clock_sync.measure(group)
+    except BaguaError as error:
+        raise reworded(error, after=f"; {alone} writes what this rank knows, without the others") from error
+    path = Path(folder) / f"rank{group.rank}.json"
+
+    def write() -> tuple[None, dict[str, Any]]:
+        timeline().save(path, clock)
+        return None, {}
+
+    agree(group, write, "name a folder that every rank can write to")
+    return path
 
 
 def _boot_id() -> str:

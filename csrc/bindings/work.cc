@@ -105,7 +105,8 @@ void bind_events(py::module_& m) {
       .def_readonly("waits_for_some", &Event::waits_for_some)
       .def_readonly("begin_ns", &Event::begin_ns)
       .def_readonly("end_ns", &Event::end_ns)
-      .def_readonly("bytes", &Event::bytes);
+      .def_readonly("bytes", &Event::bytes)
+      .def_readonly("bytes_sent", &Event::bytes_sent);
   m.def(
       "record_spans",
       [](int count) {

@@ -22,6 +22,7 @@ struct Event {
   int64_t begin_ns = 0;         // steady clock; of a kOperation on a device: when the device came to it, as its end
   int64_t end_ns = 0;
   uint64_t bytes = 0;
+  uint64_t bytes_sent = 0;  // of a kOperation: the payload that its rank has sent
 };
 
 class EventLog {
@@ -44,18 +45,19 @@ class EventLog {
   void set_waits_for_some() { waits_for_some_ = true; }
   bool waits_for_some() const { return waits_for_some_; }
 
-  void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes) noexcept {
+  void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes, uint64_t bytes_sent = 0) noexcept {
     if (is_on_device_ && is_arithmetic(kind)) return;
     const bool is_operation = kind == EventKind::kOperation;
     std::lock_guard lock(mutex_);
     Ring& ring = is_operation || kind == EventKind::kQueued ? operations_ : parts_;
-    ring.add({ticket_, kind, is_operation && waits_for_some_, begin_ns, end_ns, bytes});
+    ring.add({ticket_, kind, is_operation && waits_for_some_, begin_ns, end_ns, bytes, bytes_sent});
   }
 
   // A kOperation of a device, which ends while others are under way.
-  void add_operation(uint64_t ticket, bool waits_for_some, int64_t begin_ns, int64_t end_ns, uint64_t bytes) noexcept {
+  void add_operation(uint64_t ticket, bool waits_for_some, int64_t begin_ns, int64_t end_ns, uint64_t bytes,
+                     uint64_t bytes_sent) noexcept {
     std::lock_guard lock(mutex_);
-    operations_.add({ticket, EventKind::kOperation, waits_for_some, begin_ns, end_ns, bytes});
+    operations_.add({ticket, EventKind::kOperation, waits_for_some, begin_ns, end_ns, bytes, bytes_sent});
   }
 
   // The recorded spans that ended later than `after_ns`, oldest first; with `clear` all are forgotten. Both rings are

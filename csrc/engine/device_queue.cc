@@ -134,8 +134,8 @@ void Engine::log_device_operation(const Enqueued& operation) {
   const int64_t begin_ns = std::clamp(begin.value_or(earliest_ns), earliest_ns, now_ns);
   const int64_t end_ns = std::clamp(end.value_or(now_ns), begin_ns, now_ns);
   side.logged_until_ns = end_ns;
-  events_.add_operation(operation.task.work->ticket(), operation.waits_for_some, begin_ns, end_ns,
-                        operation.task.bytes);
+  events_.add_operation(operation.task.work->ticket(), operation.waits_for_some, begin_ns, end_ns, operation.task.bytes,
+                        operation.bytes_sent);
 }
 
 // Why what is enqueued on a device transport will not end, which is aborted then: it reports a failure, a deadline has

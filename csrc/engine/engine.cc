@@ -254,7 +254,7 @@ void Engine::execute(Task& task) {
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
-    events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
+    events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes, sent);
     complete(task, nonfinite_blocks, sent, network_sent);
   } catch (...) {
     const Error cause = poison_with_current_exception();

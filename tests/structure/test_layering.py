@@ -32,6 +32,7 @@ GROUP = {
 }
 BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
 RECORDS = {f"profiler.{name}" for name in ("recorder", "chrome_trace", "clock_sync", "timeline")}
+HOOKS = {f"distributed.{name}" for name in ("coded_reductions", "process_group", "world")} | {"profiler.hook_timeline"}
 STEPPING = (
     BUCKETS | RECORDS | {"optim", "distributed.world", "distributed.collectives", "distributed.consensus", "algorithms"}
 )
@@ -48,12 +49,10 @@ MAY_IMPORT = {
     "codecs": CORE | GROUP,
     "buckets": CORE | GROUP | {"codecs"},
     "algorithms": (BUCKETS - {"_C"}) | {"optim"},
-    "profiler": CONFIG | GROUP | {"files"},
+    "profiler": CONFIG | GROUP | {"files", "distributed.consensus"},
     "data_parallel": STEPPING | {"files"},
-    "ddp": ERRORS
-    | {f"distributed.{name}" for name in ("coded_reductions", "process_group", "world")}
-    | {"torch_backend"},
-    "fsdp": ERRORS | {f"distributed.{name}" for name in ("coded_reductions", "process_group", "tensors", "world")},
+    "ddp": ERRORS | HOOKS | {"torch_backend"},
+    "fsdp": ERRORS | HOOKS | {"distributed.tensors"},
     "amp": {"data_parallel.handle", "distributed.process_group", "distributed.world"},
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.reducer"},
     "replay": CONFIG | {"files"},  # and public names, of `import bagua`
@@ -117,7 +116,8 @@ ORDER = {
         "rank_trace": ERRORS,
         "report": ERRORS,
         "clock_sync": CONFIG | GROUP,
-        "timeline": ERRORS,
+        "timeline": ERRORS | {"distributed.consensus", "distributed.job_ranks", "distributed.process_group"},
+        "hook_timeline": ERRORS | {"distributed.process_group"},
         "__init__": set(),
     },
     "data_parallel": {
