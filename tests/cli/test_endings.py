@@ -62,7 +62,6 @@ SIGNALS_ITS_LAUNCHER = """
     ("name", "status", "line"),
     [
         ("SIGINT", 130, "bagua run: interrupted, 3 ranks ended\n"),
-        ("SIGTERM", 143, "bagua run: ended by SIGTERM, 3 ranks ended\n"),
         ("SIGHUP", 129, "bagua run: ended by SIGHUP, 3 ranks ended\n"),
     ],
 )

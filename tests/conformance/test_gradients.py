@@ -83,7 +83,7 @@ def _weighted(rank, world_size, algorithm):
                 model.bagua.weight(num)
 
 
-@pytest.mark.parametrize("algorithm", OF_GRADIENTS)
+@fast_in("algorithm", ["gradient_allreduce", "bytegrad"], OF_GRADIENTS)
 def test_a_weight_makes_it_the_mean_over_all_tokens(pool2, algorithm):
     pool2.run(_weighted, args=(algorithm,))
 

@@ -311,6 +311,6 @@ def _resumes(rank, world_size, name):
             assert all(map(torch.equal, resumed.weights(), whole.weights())), cut
 
 
-@pytest.mark.parametrize("name", slow_but(REMEMBERING, "bfloat16", "powersgd", "qadam_onebit", "own"))
+@pytest.mark.parametrize("name", slow_but(REMEMBERING, "bfloat16", "powersgd"))
 def test_a_run_resumes_at_any_scale(pool2, name):
     pool2.run(_resumes, args=[name])

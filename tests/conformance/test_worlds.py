@@ -65,9 +65,7 @@ def _train_all(rank, world_size, variants):
 
 
 _OF = {
-    "some": [
-        one for one in ONE_OF_EACH if one[0] in ("bytegrad", "powersgd", "low_precision_decentralized", "local_sgd")
-    ],
+    "some": [one for one in ONE_OF_EACH if one[0] in ("bytegrad", "low_precision_decentralized")],
     "one of each": ONE_OF_EACH,
     "all": VARIANTS,
 }

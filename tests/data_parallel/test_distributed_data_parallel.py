@@ -66,7 +66,7 @@ def _beside_torch(rank, world_size, num_steps):
 
 
 def test_equals_torch_ddp_within_float_tolerance(pool2):
-    pool2.run(_beside_torch, args=(20,))
+    pool2.run(_beside_torch, args=(8,))
 
 
 @pytest.mark.slow("test_equals_torch_ddp_within_float_tolerance")

@@ -6,6 +6,7 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.conformance.training import OF_GRADIENTS, batch, loss_of, make_net, make_optimizer, process_group, slow_but
+from tests.distributed.worlds import in_turns
 
 
 def small():
@@ -69,8 +70,7 @@ def equals_the_loops(rank, world_size, num_batches, counts_zeros, wrap):
         model.bagua.check_replicas()
 
 
-@pytest.mark.parametrize("num_batches", [(2, 5), (5, 2), (0, 3), (3, 3)])
-@pytest.mark.parametrize("counts_zeros", [True, False])
+@in_turns("num_batches, counts_zeros", [(2, 5), (5, 2), (0, 3), (3, 3)], [True, False])
 def test_uneven_inputs(pool2, num_batches, counts_zeros):
     pool2.run(equals_the_loops, args=(num_batches, counts_zeros, ""))
 

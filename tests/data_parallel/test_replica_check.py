@@ -163,10 +163,10 @@ def test_names_what_differs(fault, size):
     _check_fault(world(size, _with_fault, fault, "cpu"), fault, size, delay=0)
 
 
-def _with_fault_on_device(rank, world_size, setting):
+def _with_faults_on_device(rank, world_size, faults, setting):
     device = accelerator.use_device_of(rank)
     found = []
-    for fault in FAULTS:
+    for fault in faults:
         bagua.init_process_group(timeout=20)
         found.append(_with_fault(bagua.get_default_group(), fault, device, setting))
         bagua.destroy_process_group()
@@ -174,11 +174,12 @@ def _with_fault_on_device(rank, world_size, setting):
 
 
 def test_names_what_differs_on_a_device_a_step_later(pair_on_devices):
-    found = pair_on_devices.run(_with_fault_on_device, args=(1,))
+    found = pair_on_devices.run(_with_faults_on_device, args=(list(FAULTS), 1))
     for fault, *of_ranks in zip(FAULTS, *found, strict=True):
         _check_fault(of_ranks, fault, 2, delay=1)
-    found = pair_on_devices.run(_with_fault_on_device, args=(3,))  # at step 3, read at the end of step 4
-    for fault, *of_ranks in zip(FAULTS, *found, strict=True):
+    few = [steps_in_backward, restores]
+    found = pair_on_devices.run(_with_faults_on_device, args=(few, 3))  # at step 3, read at the end of step 4
+    for fault, *of_ranks in zip(few, *found, strict=True):
         _check_fault(of_ranks, fault, 2, delay=3 if fault is steps_in_backward else 1)
 
 
@@ -521,8 +522,8 @@ def test_the_host_does_not_wait_for_a_device(pair_on_emulated):
     pair_on_emulated.run(_waits)
 
 
-def _options_of_weights(rank, world_size, algorithm):
-    with process_group():
+def _options_of_weights(rank, world_size, algorithm, message):
+    with process_group(), pytest.raises(InvalidArgument, match=message):
         model = make_net()
         optimizer = make_optimizer(algorithm, model)
         model = bagua.with_bagua(model, optimizer, algorithm=algorithm, check_replicas=2)
@@ -536,10 +537,10 @@ def _options_of_weights(rank, world_size, algorithm):
 
 def test_a_number_compares_options_while_weights_are_exchanged(pool2):
     """The weights may differ, and are not looked at."""
-    with pytest.raises(InvalidArgument, match=r"lr of parameter group 0 of optimizer 0 is .* and 0.5 on rank 1"):
-        pool2.run(_options_of_weights, args=("local_sgd",))
+    message = r"lr of parameter group 0 of optimizer 0 is .* and 0.5 on rank 1"
+    pool2.run(_options_of_weights, args=("local_sgd", message))
 
 
 def test_a_number_is_refused_where_ranks_do_not_wait_for_one_another(pool2):
-    with pytest.raises(InvalidArgument, match="check_replicas=2 makes the ranks wait .* 'async_averaging' avoids"):
-        pool2.run(_options_of_weights, args=("async_averaging",))
+    message = "check_replicas=2 makes the ranks wait .* 'async_averaging' avoids"
+    pool2.run(_options_of_weights, args=("async_averaging", message))

@@ -70,6 +70,8 @@ class Fails(Algorithm):
 
 
 METHODS = ("check", "options", "bucket_class", "attach", "parameter_state", "stage", "lay_out")
+# The method that raises, and on which ranks: before the ranks agree on anything, and when groups have been made.
+FAILURES = [*((method, (1,)) for method in METHODS), ("check", (0,)), ("lay_out", (0,)), ("attach", (0, 1))]
 
 
 class Stays:
@@ -78,10 +80,9 @@ class Stays:
 
 def _refused_wraps(model, optimizer, rank):
     """All ways in which another wrap is refused. The rank that refuses raises its own error, the others one with it."""
-    for where in METHODS:
-        for on in ((0,), (1,), (0, 1)):
-            with pytest.raises(OnPurpose if rank in on else InvalidArgument, match=f"in {where}"):
-                bagua.with_bagua(model, optimizer, algorithm=Fails(where=where, on=on))
+    for where, on in FAILURES:
+        with pytest.raises(OnPurpose if rank in on else InvalidArgument, match=f"in {where}"):
+            bagua.with_bagua(model, optimizer, algorithm=Fails(where=where, on=on))
     kept = next(iter(optimizer.param_groups))
     kept["stays"] = Stays()
     with pytest.raises(InvalidArgument, match=r"optimizers\[0\] .*\['stays'\] is a Stays, which is not sent between"):

@@ -20,14 +20,20 @@ def all_values(world_size, numel, dtype, small=False):
     return [values(rank, world_size, numel, dtype, small) for rank in range(world_size)]
 
 
-def check_all_reduce(rank, world_size):
+def cases():
+    """Every type with every operator, the largest size with one operator only."""
     for dtype in DTYPES:
         for numel in SIZES:
-            for op in ops_of(dtype):
-                inputs = all_values(world_size, numel, dtype, small=op is ReduceOp.PRODUCT)
-                x = inputs[rank].clone()
-                bagua.all_reduce(x, op)
-                assert_reduced(x, inputs, op, f"all_reduce {op.name} {dtype} {numel}")
+            for op in ops_of(dtype)[: 1 if numel == SIZES[-1] else None]:
+                yield dtype, numel, op
+
+
+def check_all_reduce(rank, world_size):
+    for dtype, numel, op in cases():
+        inputs = all_values(world_size, numel, dtype, small=op is ReduceOp.PRODUCT)
+        x = inputs[rank].clone()
+        bagua.all_reduce(x, op)
+        assert_reduced(x, inputs, op, f"all_reduce {op.name} {dtype} {numel}")
     inputs = all_values(world_size, LARGE, torch.float32)
     x = inputs[rank].clone()
     bagua.all_reduce(x)
@@ -38,14 +44,6 @@ def check_all_reduce(rank, world_size):
 @in_worlds([shm(3), tcp(2), mixed(4)], slow=ALL_WORLDS)
 def test_all_reduce(pools, world):
     pools.run(world, check_all_reduce)
-
-
-def cases():
-    """Every type with every operator, the largest size with one operator only."""
-    for dtype in DTYPES:
-        for numel in SIZES:
-            for op in ops_of(dtype)[: 1 if numel == SIZES[-1] else None]:
-                yield dtype, numel, op
 
 
 def check_reduce(rank, world_size):

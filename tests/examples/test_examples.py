@@ -41,11 +41,11 @@ def run(launcher: str, script: str, *options: str) -> dict:
     return json.loads(launch(launcher, script, *options).stdout.splitlines()[-1])
 
 
-def run_as_a_rank(rank, world_size, script, options):
+def run_as_a_rank(rank, world_size, script, options, output=io.StringIO):
     """Returns the output of the script, run as __main__ by a rank that has already imported torch."""
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *options]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(output()) as printed:
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()
 

@@ -1,4 +1,7 @@
-"""The programs of docs/trainers.md, as ranks that a launcher has started; Ray's starts its workers itself."""
+"""The programs of docs/trainers.md, as ranks that a launcher has started, and the examples of docstrings.
+
+Ray's program starts its workers itself.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import bagua
+from bagua.testing import free_port
+from tests.structure.test_documented_examples import ALONE, run_doctests
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/trainers.md").read_text()
@@ -33,10 +38,25 @@ def _run(rank, world_size, folder, section):
         if dist.is_initialized():
             dist.destroy_process_group()
         if section != "Lightning":
-            from accelerate.state import AcceleratorState, GradientState, PartialState
+            _forget_accelerate()
 
-            for kind in (AcceleratorState, GradientState, PartialState):
-                kind._reset_state()
+
+def _forget_accelerate():
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+def _run_doctests(rank, world_size, folder, name):
+    """Runs the doctests of a module of bagua.integrations in one of the ranks, as if there were no other."""
+    if os.environ["LOCAL_RANK"] != "0":
+        return None
+    try:
+        return run_doctests(rank, world_size, folder, [f"bagua.integrations.{name}"])
+    finally:
+        if name == "accelerate":
+            _forget_accelerate()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +68,17 @@ def _run(rank, world_size, folder, section):
 )
 def test_a_program(pool2, tmp_path, section):
     pool2.run(_run, args=(str(tmp_path), section))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.needs(name)) for name in ("lightning", "accelerate", "transformers", "ray")],
+)
+def test_doctests(pool2, tmp_path, name):
+    env = {**ALONE, "MASTER_PORT": str(free_port())}
+    failures, num_run = pool2.run(_run_doctests, args=(str(tmp_path), name), env=env)[0]
+    assert not failures, failures
+    assert num_run > 0
 
 
 @pytest.mark.slow("nothing: Ray starts a cluster")

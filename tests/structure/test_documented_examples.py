@@ -51,28 +51,28 @@ def readers_names(is_wrapped=True):
     return names
 
 
-def doctests():
-    """Returns the doctests by module."""
+def module_names(package):
+    """Returns the names of the package's modules that have no program, and its own."""
+    found = pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None)
+    return [package.__name__, *(info.name for info in found if not info.name.endswith("__main__"))]
+
+
+def doctests(names):
+    """Returns the doctests of modules."""
     finder, found = doctest.DocTestFinder(exclude_empty=True), []
-    for info in pkgutil.walk_packages(bagua.__path__, "bagua.", onerror=lambda name: None):
+    for name in names:
         with contextlib.suppress(NoSuchModule):
-            if info.name.startswith("bagua.integrations.") and importlib.util.find_spec(info.name[19:]) is None:
-                continue  # it is for a package that is not installed
-            if not info.name.endswith("__main__"):
-                found += [test for test in finder.find(importlib.import_module(info.name)) if test.examples]
-    return [*finder.find(bagua, "bagua", globs={})[:1], *found]
+            own = finder.find(importlib.import_module(name), name)
+            found += own[:1] if name == "bagua" else own  # its names are other modules'
+    return [test for test in found if test.examples]
 
 
-def starts_ranks(test):
-    return test.name.startswith("bagua.testing.ranks.")
-
-
-def run_doctests(rank, world_size, folder, are_to_run):
-    """Runs doctests; returns the failures as text, and the number of examples."""
+def run_doctests(rank, world_size, folder, names):
+    """Runs the doctests of modules; returns the failures as text, and the number of examples."""
     os.chdir(folder)
     output, num_run = [], 0
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
-    for test in filter(are_to_run, doctests()):
+    for test in doctests(names):
         has_own = any(end in example.source for example in test.examples for end in OWN_ENDS)
         if not has_own:
             bagua.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -86,15 +86,18 @@ def run_doctests(rank, world_size, folder, are_to_run):
     return "".join(output), num_run
 
 
-def in_a_rank(test):
-    return not starts_ranks(test)
+STARTS_RANKS = "bagua.testing.ranks"
+# For a process that is the only one.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": None}
 
 
 def test_doctests(tmp_path, monkeypatch):
-    env = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(free_port())}
-    failures, num_run = spawn(run_doctests, 1, args=(tmp_path, in_a_rank), env=env)[0]
+    """Those of bagua.integrations run in tests/integrations/test_documented_programs.py."""
+    names = [name for name in module_names(bagua) if not name.startswith(("bagua.integrations.", STARTS_RANKS))]
+    env = {**ALONE, "MASTER_PORT": str(free_port())}
+    failures, num_run = spawn(run_doctests, 1, args=(tmp_path, names), env=env)[0]
     monkeypatch.chdir(tmp_path)
-    more_failures, num_more = run_doctests(0, 1, tmp_path, starts_ranks)
+    more_failures, num_more = run_doctests(0, 1, tmp_path, [STARTS_RANKS])
     assert not failures + more_failures, failures + more_failures
     assert num_run > 50 and num_more > 2
 

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -226,6 +225,8 @@ def test_checkpoint(pool, tmp_path):
 
 def sharded_states(rank, world_size):
     """A wrapped model steps by an optimizer whose states are spread over the ranks as by one that has all."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import takes long, and is for this test only
+
     trained = []
     for is_sharded in (False, True):
         torch.manual_seed(5)

@@ -1,5 +1,6 @@
 """The name "bagua" in torch's registry of backends, and the versions of torch that it is for."""
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -36,35 +37,40 @@ def test_registering_twice_changes_nothing():
     assert dist.Backend._plugins == before and "bagua" in dist.Backend.backend_list
 
 
-@needs_torch
-def test_the_entry_point_registers_the_backend(tmp_path):
-    """torch 2.14 finds it in the metadata of the installed package; for older torch we load it as that does."""
+@pytest.fixture
+def installed(tmp_path):
+    """A folder with the metadata of an installed package, which declares what pyproject.toml does."""
     _, _, declared = (
         (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torch.distributed.backends"]')
     )
     name, _, value = declared.split("\n")[1].replace('"', "").partition(" = ")
     assert name == "bagua"
-    installed = tmp_path / "bagua-0.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bagua\nVersion: 0.0\n")
-    (installed / "entry_points.txt").write_text(f"[torch.distributed.backends]\n{name} = {value}\n")
+    metadata = tmp_path / "bagua-0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bagua\nVersion: 0.0\n")
+    (metadata / "entry_points.txt").write_text(f"[torch.distributed.backends]\n{name} = {value}\n")
+    return tmp_path
+
+
+def test_the_entry_point_is_what_registers_the_backend(installed):
+    (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+    (found,) = distribution.entry_points
+    assert found.load() is bagua.torch_backend.register
+
+
+@needs_torch
+@pytest.mark.skipif(not hasattr(dist.Backend, "_ensure_backend_registered"), reason="needs torch 2.14")
+def test_torch_finds_the_entry_point(installed):
     program = (
         "import sys, torch.distributed as dist\n"
-        f"sys.path[:0] = {[str(tmp_path), str(ROOT)]!r}\n"
-        "if not hasattr(dist.Backend, '_ensure_backend_registered'):\n"
-        "    from importlib.metadata import entry_points\n"
-        "    [found] = [e for e in entry_points(group='torch.distributed.backends') if e.value == "
-        + repr(value)
-        + "]\n"
-        "    found.load()()\n"
-        "else:\n"
-        "    assert 'bagua' not in sys.modules\n"
+        f"sys.path[:0] = {[str(installed), str(ROOT)]!r}\n"
+        "assert 'bagua' not in sys.modules\n"
         "dist.init_process_group('bagua', store=dist.HashStore(), rank=0, world_size=1)\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
         "print('done', sys.modules['bagua'].__file__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=installed, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"done {bagua.__file__}\n", done.stderr
 
 

@@ -156,6 +156,23 @@ def test_what_a_callback_raises_is_reported(pool2):
     run(pool2, loud)
 
 
+@pytest.fixture
+def without_others(pool2):
+    """Collections in the ranks look at what the test makes only: of all that is there they would take long."""
+    pool2.run(freeze)
+    yield
+    pool2.run(unfreeze)
+
+
+def freeze(rank, world_size):
+    gc.collect()
+    gc.freeze()
+
+
+def unfreeze(rank, world_size):
+    gc.unfreeze()
+
+
 def uneven(rank, world_size, divides_by_all):
     """Rank r has 2 + r batches. The reducer keeps the C++ half of each forward's Work, and Python drops the other."""
     torch.manual_seed(5)
@@ -172,7 +189,7 @@ def uneven(rank, world_size, divides_by_all):
 
 
 @fast_in("divides_by_all", [False], [True, False])
-def test_uneven_inputs(pool2, divides_by_all):
+def test_uneven_inputs(pool2, without_others, divides_by_all):
     compare(pool2, uneven, divides_by_all)
 
 
@@ -194,7 +211,7 @@ def uneven_and_busy(rank, world_size):
 
 
 @pytest.mark.slow("test_uneven_inputs")
-def test_uneven_inputs_beside_many_operations(pool2):
+def test_uneven_inputs_beside_many_operations(pool2, without_others):
     compare(pool2, uneven_and_busy)
 
 
@@ -216,7 +233,7 @@ def kept_by_reducers(rank, world_size):
     assert not works_alive() - before
 
 
-def test_a_reducer_keeps_one_work(pool2):
+def test_a_reducer_keeps_one_work(pool2, without_others):
     run(pool2, kept_by_reducers)
 
 

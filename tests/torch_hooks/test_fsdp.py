@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import bagua
 from bagua.errors import InvalidArgument
 from bagua.torch_version import is_torch_at_least
+from tests.distributed.worlds import SAME_TEST
 
 pytestmark = pytest.mark.skipif(not is_torch_at_least(2, 9), reason="FSDP2's custom reduce-scatter is of torch 2.9")
 with contextlib.suppress(ImportError):
@@ -93,21 +94,35 @@ def trained(rank, mesh, form, policy=None, offloads=False, is_checkpointed=False
     return [parameter.to_local().detach().clone() for parameter in model.parameters()], seen
 
 
-def equals_torchs_own(rank, world_size, num_replicas):
+# Of them those in which replicas exchange something else, or at another time.
+AMONG_REPLICAS = [
+    "plain",
+    "bf16 on the wire",
+    "silent micro-batches",
+    "micro-batches among shards",
+    "unused parameters",
+]
+
+
+def equals_torchs_own(rank, world_size, num_replicas, names):
     with mesh_of(num_replicas, world_size // num_replicas) as mesh:
         forms = ("HSDP", "compressed HSDP") if num_replicas > 1 else ("FSDP", "compressed FSDP")
-        for name, case in CASES.items():
+        for name in names:
+            case = CASES[name]
             own, compressed = (trained(rank, mesh, form, **case) for form in forms)
             tolerance = {"rtol": 2e-2, "atol": 1e-3} if "policy" in case else {}
             torch.testing.assert_close(compressed, own, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_full_precision_is_torchs_fsdp(pool2):
-    pool2.run(equals_torchs_own, args=(1,))
+    pool2.run(equals_torchs_own, args=(1, list(CASES)))
 
 
-def test_full_precision_is_torchs_hsdp(pool4):
-    pool4.run(equals_torchs_own, args=(2,))
+@pytest.mark.parametrize(
+    "names", [AMONG_REPLICAS, pytest.param(list(CASES), marks=SAME_TEST)], ids=["those of replicas", "all"]
+)
+def test_full_precision_is_torchs_hsdp(pool4, names):
+    pool4.run(equals_torchs_own, args=(2, names))
 
 
 # ---- the definitions
