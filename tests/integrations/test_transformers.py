@@ -94,7 +94,9 @@ def _beside_ddp(rank, world_size, folder, options):
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     num_bytes = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
     sent = [after - before for before, after in itertools.pairwise(sent_bytes)]
-    assert sent[1::2] == [0, 0, 0] and all(num_bytes <= one < 2 * num_bytes for one in sent[0::2]), sent
+    # The replicas' digests of 32 bytes start with the third step, and may travel behind it.
+    assert sent[1:5:2] == [0, 0] and sent[5] in (0, 32), sent
+    assert all(num_bytes <= one < 2 * num_bytes for one in sent[0::2]), sent
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bf16"])
