@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from bagua.data_parallel.checks import is_sharded, optimizers_in
 from bagua.data_parallel.errors import fatal
@@ -160,16 +159,11 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
                 f"{folder} is of a model with ignore={saved[0]} and groups for {saved[1]}, this one has "
                 f"ignore={ours[0]} and groups for {ours[1]}; wrap it with those of the checkpoint"
             )
-        if num_ranks != group.size and not handle.reducer.scope.is_whole:
-            raise InvalidArgument(
-                f"{folder} is of {num_ranks} ranks with experts of their own, and here are {group.size}: load it on as "
-                "many"
-            )
         if num_ranks == group.size:
             own = _read(folder, f"rank{group.rank}", number)
         else:
             states = [_read(folder, f"rank{rank}", number) for rank in range(num_ranks)]
-            own = _merged(states, handle)
+            own = {"others": states[0]["others"], **handle.training_of_all(states)}
         training = None if are_equal else own
         if are_equal and group.rank == 0:
             training = _read(folder, "model", number)
@@ -305,25 +299,3 @@ def _check_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
             f"the model of the checkpoint has {shapes[0].get(name, 'nothing')} as {name!r}, this one "
             f"{shapes[1].get(name, 'nothing')} (shapes)"
         )
-
-
-# --- another number of ranks
-
-
-def _merged(states: Sequence[dict[str, Any]], handle: BaguaHandle) -> dict[str, Any]:
-    """Returns the file of this rank that stands for those of all ranks of a checkpoint."""
-    merged = {"others": states[0]["others"], "bagua": handle.state_of_all([state["bagua"] for state in states])}
-    for key in ("model", "optimizers"):
-        if key in states[0]:
-            merged[key] = pytree.tree_map(_mean, *(state[key] for state in states))
-    return merged
-
-
-def _mean(first: Any, *others: Any) -> Any:
-    """Returns the mean of floating tensors; anything else is the first."""
-    if not isinstance(first, torch.Tensor) or not (first.is_floating_point() or first.is_complex()):
-        return first
-    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-    for other in others:
-        total += other
-    return (total / (1 + len(others))).to(first.dtype)

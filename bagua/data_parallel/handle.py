@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
@@ -257,6 +258,26 @@ class BaguaHandle:
             "parameters": self.reducer.states.state_of_all(parameters, num_encoders, averages),
         }
 
+    def training_of_all(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns what this rank loads of a whole checkpoint of another number of ranks; local.
+
+        Args:
+            states: of all ranks, by rank, their tensors on the CPU: under "bagua" what ``state_dict`` returned and, if
+                weights are exchanged, under "model" and "optimizers" those states, whose mean is returned.
+
+        Raises:
+            InvalidArgument: they are of another algorithm or model, or ranks have experts of their own.
+        """
+        if not self.reducer.scope.is_whole:
+            raise InvalidArgument(
+                f"the checkpoint is of {len(states)} ranks with experts of their own, and here are {self.group.size}: "
+                "load it on as many"
+            )
+        merged = {"bagua": self.state_of_all([state["bagua"] for state in states])}
+        for key in {"model", "optimizers"} & states[0].keys():
+            merged[key] = pytree.tree_map(_mean, *(state[key] for state in states))
+        return merged
+
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict``, or ``state_of_all``, returned; collective.
@@ -485,3 +506,13 @@ def check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
     difference = {name for order in (state["layout"], state["ready_order"] or names) for name in {*order} ^ {*names}}
     if difference:
         raise InvalidArgument(f"the state is of a model with other trainable parameters: {sorted(difference)[:4]}")
+
+
+def _mean(first: Any, *others: Any) -> Any:
+    """Returns the mean of floating tensors; anything else is the first."""
+    if not isinstance(first, torch.Tensor) or not (first.is_floating_point() or first.is_complex()):
+        return first
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for other in others:
+        total += other
+    return (total / (1 + len(others))).to(first.dtype)

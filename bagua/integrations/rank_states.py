@@ -57,16 +57,14 @@ class RankStates:
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores this rank's part; collective, on states of all ranks, after the trainer's own have been loaded.
 
-        On another number of ranks residuals are shared out, and all ranks keep the weights that rank 0 had.
+        On another number of ranks residuals are shared out, and where weights are exchanged all ranks begin from the
+        mean of the weights and of the optimizers' states, as ``bagua.load`` does.
 
         Raises:
             InvalidArgument: they belong to another algorithm or model.
         """
         handle = self.model.bagua
-        if len(states) != handle.group.size:
-            handle.load_state_dict(handle.state_of_all([state["bagua"] for state in states]))
-            return
-        own = states[handle.group.rank]
+        own = states[handle.group.rank] if len(states) == handle.group.size else handle.training_of_all(states)
         if "model" in own:
             self.model.load_state_dict(own["model"])
             for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):

@@ -194,6 +194,36 @@ def test_on_another_number_of_ranks_it_trains_on(pool2, tmp_path):
     assert spawn(_other_world, 1, args=(str(tmp_path),))[0] == saved[0]
 
 
+def _apart(rank, world_size, folder):
+    """Two ranks train apart and save; another number of ranks loads."""
+    from bagua.integrations.accelerate import prepare
+
+    with accelerators() as make:
+        accelerator = make()
+        prepared = prepare(accelerator, *objects(), algorithm="local_sgd", sync_every=100)
+        if world_size == 2:
+            epoch(accelerator, *prepared)
+            accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        model, optimizer = prepared[0], prepared[1].optimizer
+        momenta = [optimizer.state[parameter]["momentum_buffer"].tolist() for parameter in model.parameters()]
+        return [value.tolist() for value in model.state_dict().values()], momenta
+
+
+def test_on_another_number_of_ranks_weights_begin_from_their_mean(pool2, tmp_path):
+    """And the optimizer's momenta; counters, such as BatchNorm's, are rank 0's."""
+    first, second = pool2.run(_apart, args=(str(tmp_path),))
+    from bagua.testing import spawn
+
+    (loaded,) = spawn(_apart, 1, args=(str(tmp_path),))
+    assert first != second
+    for mine, other, mean in zip(*(itertools.chain(*one) for one in (first, second, loaded)), strict=True):
+        mine, other = torch.tensor(mine), torch.tensor(other)
+        expected = (mine + other) / 2 if mine.is_floating_point() else mine
+        torch.testing.assert_close(torch.tensor(mean), expected)
+
+
 def _two_models(rank, world_size):
     from bagua.integrations.accelerate import prepare
 

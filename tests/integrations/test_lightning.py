@@ -43,10 +43,10 @@ def fit(module, strategy, *, ckpt_path=None, **options):
     from lightning.pytorch import Trainer
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = {"max_epochs": 2, "enable_checkpointing": False, **quiet, **options}
+    options = {"max_epochs": 2, "devices": 2, "enable_checkpointing": False, **quiet, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice
-        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, **options)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", **options)
         trainer.fit(module, loader(), loader(16), ckpt_path=ckpt_path)
     return trainer
 
@@ -197,6 +197,38 @@ SAME = pytest.mark.slow("the same test with another algorithm")
 )
 def test_resuming_equals_never_having_stopped(pool2, tmp_path, options):
     pool2.run(_resume, args=(tmp_path, options))
+
+
+def _apart(rank, world_size, path):
+    """Two ranks train apart and save; another number of ranks resumes, and returns the weights with which it begins."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Begins(Callback):
+        def on_train_start(self, trainer, module):
+            begun.update(weights_of(module))
+
+    begun, module = {}, modules()["automatic"]()
+    with groups_end():
+        strategy = ours("local_sgd", sync_every=100)
+        if world_size == 2:
+            fit(module, strategy).save_checkpoint(path)
+            begun = weights_of(module)
+        else:
+            fit(module, strategy, ckpt_path=path, devices=world_size, max_epochs=3, callbacks=[Begins()])
+        return plain(begun)
+
+
+def test_on_another_number_of_ranks_weights_begin_from_their_mean(pool2, tmp_path):
+    from bagua.testing import spawn
+
+    path = str(tmp_path / "apart.ckpt")
+    first, second = pool2.run(_apart, args=(path,))
+    (loaded,) = spawn(_apart, 1, args=(path,))
+    assert first != second
+    for name, mean in loaded.items():
+        mine, other = torch.tensor(first[name]), torch.tensor(second[name])
+        expected = (mine + other) / 2 if mine.is_floating_point() else mine
+        torch.testing.assert_close(torch.tensor(mean), expected)
 
 
 def _async(rank, world_size, folder):

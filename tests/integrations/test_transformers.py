@@ -45,7 +45,7 @@ def groups_end():
             kind._reset_state()
 
 
-def train(folder, algorithm, *, resume=None, **options):
+def train(folder, algorithm, *, resume=None, callbacks=(), **options):
     """Trains on two micro-batches per step; returns the Trainer, and the bytes sent after each of them."""
     import transformers
 
@@ -72,7 +72,7 @@ def train(folder, algorithm, *, resume=None, **options):
     )
     made = {"model": transformers.LlamaForCausalLM(config), "args": arguments, "train_dataset": Tokens()}
     if algorithm is not None:
-        trainer = BaguaTrainer(**made, callbacks=[SentBytes()], algorithm=algorithm)
+        trainer = BaguaTrainer(**made, callbacks=[SentBytes(), *callbacks], algorithm=algorithm)
     else:
         trainer = transformers.Trainer(**made)
     trainer.train(resume_from_checkpoint=resume)
@@ -94,7 +94,9 @@ def _beside_ddp(rank, world_size, folder, options):
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     num_bytes = 4 * sum(parameter.numel() for parameter in trainer.model.parameters())
     sent = [after - before for before, after in itertools.pairwise(sent_bytes)]
-    assert sent[1::2] == [0, 0, 0] and all(num_bytes <= one < 2 * num_bytes for one in sent[0::2]), sent
+    # The replicas' digests of 32 bytes start with the third step, and may travel behind it.
+    assert sent[1:5:2] == [0, 0] and sent[5] in (0, 32), sent
+    assert all(num_bytes <= one < 2 * num_bytes for one in sent[0::2]), sent
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bf16"])
@@ -125,6 +127,38 @@ ALGORITHMS = [ONEBIT, "decentralized", pytest.param("local_sgd", marks=SAME)]
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["onebit", "decentralized", "local_sgd"])
 def test_resuming_equals_never_having_stopped(pool2, tmp_path, algorithm):
     pool2.run(_resume, args=(tmp_path, algorithm))
+
+
+def _apart(rank, world_size, folder):
+    """Two ranks train apart and save; another number of ranks resumes, and returns the weights with which it begins."""
+    import transformers
+
+    class Begins(transformers.TrainerCallback):
+        def on_train_begin(self, *args, model, **kwargs):
+            begun.update({name: value.tolist() for name, value in model.state_dict().items()})
+
+    begun, options = {}, {"save_strategy": "steps", "save_steps": 3}
+    resume = None if world_size == 2 else f"{folder}/checkpoint-3"
+    with groups_end():
+        algorithm = bagua.algorithms.LocalSGD(sync_every=100)
+        trainer, _ = train(
+            folder, algorithm, resume=resume, callbacks=[Begins()], max_steps=3 * (3 - world_size), **options
+        )
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 has written its checkpoint
+        trainer.model_wrapped.bagua.remove()
+        return begun if resume else {name: value.tolist() for name, value in weights_of(trainer).items()}
+
+
+def test_on_another_number_of_ranks_weights_begin_from_their_mean(pool2, tmp_path):
+    from bagua.testing import spawn
+
+    first, second = pool2.run(_apart, args=(tmp_path,))
+    (loaded,) = spawn(_apart, 1, args=(tmp_path,))
+    assert first != second
+    for name, mean in loaded.items():
+        expected = (torch.tensor(first[name]) + torch.tensor(second[name])) / 2
+        torch.testing.assert_close(torch.tensor(mean), expected)
 
 
 def _again(rank, world_size, folder):
