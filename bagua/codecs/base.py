@@ -285,7 +285,8 @@ def scaled_bound(
     for block, block_bound in zip(values.split(codec.block_numel), bound.split(codec.block_numel), strict=True):
         unit = float(block.max()) / largest if block.numel() else 0.0
         rounding = 4 * eps + (0 if tensor.dtype == torch.float32 else info.eps)
-        distance = (block * 2.0**-mantissa_bits).clamp(min=unit * smallest)  # of the numbers around, at most
-        block_bound.copy_(distance / 2 + rounding * block + info.eps * info.smallest_normal)
+        # In the middle of two numbers x and (1 + 2^-m) x.
+        nearest = (block / (2.0 ** (mantissa_bits + 1) + 1)).clamp(min=unit * smallest / 2)
+        block_bound.copy_(nearest + rounding * block + info.eps * info.smallest_normal)
         block_bound[block == 0] = 0
     return bound.reshape(tensor.shape)

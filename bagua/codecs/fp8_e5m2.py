@@ -16,7 +16,7 @@ from bagua.codecs.registry import register
 class FP8E5M2(Codec):
     """Rounds to the nearest number, of two equally near ones to the even one.
 
-    Error: 1/8 of the element, at least norm / 57344 / 2^17, and the rounding of the result to its dtype; 0 for zeros.
+    Error: 1/9 of the element, at least norm / 57344 / 2^17, and the rounding of the result to its dtype; 0 for zeros.
     """
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:

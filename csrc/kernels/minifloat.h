@@ -1,11 +1,17 @@
 // Contract of the small floats: the wire format and the arithmetic of the codecs `fp8_e4m3` and `fp8_e5m2` (OCP 8-bit
-// floating point, arXiv 2209.05433), scaled per block.
+// floating point, arXiv 2209.05433), `fp4_e2m1` (OCP microscaling formats, arXiv 2310.10537) and `fp4_e3m0` (arXiv
+// 2501.18512), scaled per block.
 //
-// A block is 2048 elements; only the last may be short. On the wire: the f32 norm (little-endian), then a byte per
-// element, the sign above the magnitude's code. The magnitudes by code:
+// A block is 2048 elements; only the last may be short. On the wire: the f32 norm (little-endian), then a code of 8 or
+// 4 bits per element, the sign above the magnitude's code. Codes of 8 bits lie in the order of the elements; of 4 bits
+// byte j holds element j (low) and j + n/2, where n is the block's elements rounded up to a multiple of 2 and a zero
+// fills up. That is 8.016 or 4.016 bits per element; a norm in bf16 would save 0.008 of them, and round the largest
+// element and every constant block. The magnitudes by code:
 //
 //   E4M3   c * 2^-9 below code 8, else (8 + c % 8) * 2^(c / 8 - 10), up to 448, code 126
 //   E5M2   c * 2^-16 below code 4, else (4 + c % 4) * 2^(c / 4 - 17), up to 57344, code 123
+//   E2M1   0, 0.5, 1, 1.5, 2, 3, 4, 6
+//   E3M0   0, then 2^(c - 3): 0.25, 0.5, 1, 2, 4, 8, 16
 #pragma once
 
 #include <cstddef>
@@ -16,8 +22,8 @@
 namespace bagua::kernels {
 
 // The `option` of the kernels.
-enum class Minifloat : int { kE4M3, kE5M2 };
-inline constexpr int kNumMinifloats = 2;
+enum class Minifloat : int { kE4M3, kE5M2, kE2M1, kE3M0 };
+inline constexpr int kNumMinifloats = 4;
 
 // The arithmetic, in f32 unless marked, every operation rounded by itself (no FMA), with M the largest magnitude:
 //
@@ -37,8 +43,11 @@ inline constexpr int kNumMinifloats = 2;
 // and Inf in OCP's tables, are in damaged messages only; they continue the formulas above.
 inline constexpr size_t kMinifloatHeaderBytes = 4;
 
-constexpr size_t minifloat_wire_bytes(size_t numel, int) {
-  return numel + (numel + kBlockNumel - 1) / kBlockNumel * kMinifloatHeaderBytes;
+constexpr int minifloat_bits(Minifloat type) { return type == Minifloat::kE4M3 || type == Minifloat::kE5M2 ? 8 : 4; }
+
+constexpr size_t minifloat_wire_bytes(size_t numel, int type) {
+  const size_t per_byte = minifloat_bits(static_cast<Minifloat>(type)) == 8 ? 1 : 2;  // which divides a whole block
+  return (numel + per_byte - 1) / per_byte + (numel + kBlockNumel - 1) / kBlockNumel * kMinifloatHeaderBytes;
 }
 
 extern const BlockKernels kMinifloat;

@@ -21,7 +21,7 @@ TEST(Registry, KnowsItsCodecsByName) {
     EXPECT_EQ(&get_codec(name), &get_codec(name));
   }
   expect_invalid_argument([] { get_codec("fp8"); }, "unknown codec \"fp8\"");
-  expect_invalid_argument([] { get_codec("fp8"); }, "bf16, fp16, fp8_e4m3, fp8_e5m2, minmax_uint8");
+  expect_invalid_argument([] { get_codec("fp8"); }, "bf16, fp16, fp4_e2m1, fp4_e3m0, fp8_e4m3, fp8_e5m2, minmax_uint8");
 }
 
 TEST(Registry, Options) {

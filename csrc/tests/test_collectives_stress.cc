@@ -215,6 +215,8 @@ double oracle(const UnderWay& call, size_t i) {
 
 // How far a codec is off, at most, in units of a block's largest magnitude.
 double loss_of(const Codec& codec) {
+  if (codec.name() == "fp4_e2m1") return 1.0 / 6;
+  if (codec.name() == "fp4_e3m0") return 1.0 / 4;
   if (codec.name() == "fp8_e4m3") return 1.0 / 28;
   if (codec.name() == "fp8_e5m2") return 1.0 / 14;
   return codec.name() == "qsgd" ? 1.0 / 127 : 1.0 / 255;

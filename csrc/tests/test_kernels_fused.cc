@@ -175,7 +175,8 @@ TEST(Fused, NonfiniteBlocksAreMarkedAndCounted) {
 
 // Sums begin at +0: what is never added to, and what adds -0, is +0 on the wire.
 TEST(Fused, SumsOfNegativeZerosArePositive) {
-  for (const char* spec : {"minmax_uint8", "qsgd", "onebit", "topk:k=8", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"}) {
+  for (const char* spec :
+       {"minmax_uint8", "qsgd", "onebit", "topk:k=8", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}) {
     const Codec& codec = get_codec(spec);
     const std::vector<float> zeros(2100, -0.0f);
     std::vector<uint8_t> contribution(codec.wire_bytes(zeros.size(), DType::kF32)), bytes(contribution.size());

@@ -27,7 +27,7 @@ using testing::same_bits;
 using testing::scaled;
 using testing::store_real;
 
-constexpr Minifloat kMinifloats[] = {Minifloat::kE4M3, Minifloat::kE5M2};
+constexpr Minifloat kMinifloats[] = {Minifloat::kE4M3, Minifloat::kE5M2, Minifloat::kE2M1, Minifloat::kE3M0};
 static_assert(std::size(kMinifloats) == kernels::kNumMinifloats);
 
 // The header's magnitudes, by code, up to the largest.
@@ -35,8 +35,12 @@ std::vector<double> minifloats_of(Minifloat type) {
   std::vector<double> numbers;
   if (type == Minifloat::kE4M3) {
     for (int c = 0; c <= 126; ++c) numbers.push_back(c < 8 ? c * 0x1p-9 : std::ldexp(8 + c % 8, c / 8 - 10));
-  } else {
+  } else if (type == Minifloat::kE5M2) {
     for (int c = 0; c <= 123; ++c) numbers.push_back(c < 4 ? c * 0x1p-16 : std::ldexp(4 + c % 4, c / 4 - 17));
+  } else if (type == Minifloat::kE2M1) {
+    numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  } else {
+    numbers = {0, 0.25, 0.5, 1, 2, 4, 8, 16};
   }
   return numbers;
 }
@@ -77,17 +81,22 @@ MinifloatOracle minifloat_oracle(Minifloat type, const std::vector<float>& value
     for (int byte = 0; byte < 4; ++byte) {
       result.bytes.push_back(static_cast<uint8_t>(std::bit_cast<uint32_t>(norm) >> 8 * byte));
     }
-    for (size_t i = begin; i < begin + count; ++i) {
+    const bool is_byte = type == Minifloat::kE4M3 || type == Minifloat::kE5M2;
+    const size_t n = is_byte ? count : (count + 1) / 2 * 2;
+    std::vector<size_t> codes(n, 0);
+    for (size_t i = 0; i < count; ++i) {
       if (!finite) {
-        result.bytes.push_back(0);
         result.decoded.push_back(norm);
         continue;
       }
-      const size_t code = nearest(numbers, std::fabs(static_cast<double>(values[i] * s * units)));
-      const bool is_negative = std::signbit(values[i]);
-      result.bytes.push_back(static_cast<uint8_t>(code | (is_negative ? 128 : 0)));
+      const float x = values[begin + i];
+      const size_t code = nearest(numbers, std::fabs(static_cast<double>(x * s * units)));
+      codes[i] = code + (std::signbit(x) ? (is_byte ? 128 : 8) : 0);
       const float value = numbers[code] == most ? norm : static_cast<float>(numbers[code]) * step / s;
-      result.decoded.push_back(is_negative ? -value : value);
+      result.decoded.push_back(std::signbit(x) ? -value : value);
+    }
+    for (size_t j = 0; j < (is_byte ? n : n / 2); ++j) {
+      result.bytes.push_back(static_cast<uint8_t>(is_byte ? codes[j] : codes[j] | codes[j + n / 2] << 4));
     }
   }
   return result;
@@ -251,7 +260,7 @@ TEST(Minifloat, RejectsOtherTypes) {
   uint8_t bytes[64];
   testing::expect_invalid_argument(
       [&] { kernels::kMinifloat.encode(kernels::kNumMinifloats, DType::kF32, &x, 1, bytes, {}, nullptr, kCpu); },
-      "type is 2, expected 0 to 1");
+      "type is 4, expected 0 to 3");
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from tests.conformance.training import assert_equal_on_all_ranks, process_group
 from tests.distributed.worlds import fast_in
 
 BLOCK = 2048
-CODECS = ["onebit", "topk:k=64", "minmax_uint8", "qsgd:bits=4", "fp8_e5m2"]
+CODECS = ["onebit", "topk:k=64", "minmax_uint8", "qsgd:bits=4", "fp8_e5m2", "fp4_e2m1", "fp4_e3m0"]
 
 
 class Sum(torch.nn.Module):

@@ -67,6 +67,8 @@ def test_casts_overflow_as_torchs_do(spec, wire, dtype):
 WIRE_BYTES = {  # of one block of n elements
     "fp16": lambda n: 2 * n,
     "bf16": lambda n: 2 * n,
+    "fp4_e2m1": lambda n: 4 + math.ceil(n / 2),
+    "fp4_e3m0": lambda n: 4 + math.ceil(n / 2),
     "fp8_e4m3": lambda n: 4 + n,
     "fp8_e5m2": lambda n: 4 + n,
     "minmax_uint8": lambda n: 8 + n,
@@ -305,7 +307,7 @@ def test_contractions_say_so(codec):
     """Repeated with feedback nothing is lost; without, a contraction gives the same small part every time."""
     x = torch.randn(BLOCK, generator=torch.Generator().manual_seed(12))
     lost = float((_passed_through(codec, x) - x).norm() / x.norm())
-    assert codec.needs_error_feedback == (not codec.is_random and lost > 0.1)
+    assert codec.needs_error_feedback == (not codec.is_random and lost > 0.25)
     if not codec.needs_error_feedback:
         return
     residual, total = torch.zeros(BLOCK), torch.zeros(BLOCK)

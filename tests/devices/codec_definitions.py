@@ -168,7 +168,12 @@ def _minmax_decode(xp, rows, _length, _option):
 
 # ---- small floats
 
-_FLOATS = {"fp8_e4m3": (4, 3, 448.0, 8), "fp8_e5m2": (5, 2, 57344.0, 8)}  # exponent, mantissa bits, largest, bits
+_FLOATS = {  # exponent bits, mantissa bits, the largest number, bits
+    "fp8_e4m3": (4, 3, 448.0, 8),
+    "fp8_e5m2": (5, 2, 57344.0, 8),
+    "fp4_e2m1": (2, 1, 6.0, 4),
+    "fp4_e3m0": (3, 0, 16.0, 4),
+}
 
 
 def _magnitudes(xp, name):
@@ -201,16 +206,24 @@ def _float_encode(name):
         middle = (numbers[above - 1] + numbers[above]) / 2
         is_up = (xp.abs(y) > middle) | ((xp.abs(y) == middle) & (above % 2 == 0))
         codes = xp.where(is_up, above, above - 1)
-        codes = xp.where(is_bad, 0, codes + xp.where(xp.signbit(rows), 2 ** (_FLOATS[name][3] - 1), 0))
-        return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, norm), xp.uint32), codes.astype(xp.uint8)], 1)
+        bits = _FLOATS[name][3]
+        codes = xp.where(is_bad, 0, codes + xp.where(xp.signbit(rows), 2 ** (bits - 1), 0)).astype(xp.uint8)
+        if bits == 4:
+            width = -(-rows.shape[1] // 2)
+            upper = xp.zeros((len(rows), width), xp.uint8)
+            upper[:, : rows.shape[1] - width] = codes[:, width:]
+            codes = codes[:, :width] | upper << xp.uint8(4)
+        return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, norm), xp.uint32), codes], 1)
 
     return encode_rows
 
 
 def _float_decode(name):
-    def decode_rows(xp, rows, _length, _option):
+    def decode_rows(xp, rows, length, _option):
         numbers, sign = _magnitudes(xp, name), 2 ** (_FLOATS[name][3] - 1)
         norm, codes = _numbers(xp, rows[:, :4], xp.float32), rows[:, 4:].astype(xp.int64)
+        if sign == 8:
+            codes = xp.concatenate([codes % 16, codes // 16], 1)[:, :length]
         scale = _float_scales(xp, norm)
         step = ((norm * scale).astype(xp.float64) / numbers[-1]).astype(xp.float32)
         values = numbers[codes % sign].astype(xp.float32) * step / scale
@@ -355,6 +368,8 @@ _DECODE = {"minmax_uint8": _minmax_decode, "qsgd": _qsgd_decode, "onebit": _oneb
 _ENCODE |= {name: _float_encode(name) for name in _FLOATS}
 _DECODE |= {name: _float_decode(name) for name in _FLOATS}
 _ROW_BYTES = {
+    "fp4_e2m1": lambda length, _: 4 + -(-length // 2),
+    "fp4_e3m0": lambda length, _: 4 + -(-length // 2),
     "fp8_e4m3": lambda length, _: 4 + length,
     "fp8_e5m2": lambda length, _: 4 + length,
     "minmax_uint8": lambda length, _: 8 + length,

@@ -109,7 +109,7 @@ def check_codec(device, spec):
                     assert same(xp, array_of(xp, found), expected), (*case, average)
 
 
-@fast_in("spec", ["fp16", "fp8_e4m3", "minmax_uint8", "onebit", "qsgd:bits=4", "topk:k=8"], SPECS)
+@fast_in("spec", ["fp16", "fp8_e4m3", "fp4_e3m0", "minmax_uint8", "onebit", "qsgd:bits=4", "topk:k=8"], SPECS)
 def test_codecs(run, spec):
     run(check_codec, spec)
 

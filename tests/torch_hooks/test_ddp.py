@@ -94,7 +94,14 @@ def follows_the_definition(rank, world_size, codec, error_feedback):
 
 @pytest.mark.parametrize(
     ("codec", "error_feedback"),
-    [("minmax_uint8", False), ("minmax_uint8", True), ("onebit", True), ("bf16", True), ("fp8_e5m2", True)],
+    [
+        ("minmax_uint8", False),
+        ("minmax_uint8", True),
+        ("onebit", True),
+        ("bf16", True),
+        ("fp8_e5m2", True),
+        ("fp4_e3m0", True),
+    ],
 )
 def test_the_definition(pool2, codec, error_feedback):
     pool2.run(follows_the_definition, args=(codec, error_feedback))

@@ -180,7 +180,7 @@ def reduce_scatter_is_as_defined(rank, world_size, codec, error_feedback):
 
 @pytest.mark.parametrize(
     ("codec", "error_feedback"),
-    [("bf16", False), ("minmax_uint8", False), ("minmax_uint8", True), ("onebit", True), ("fp8_e4m3", True)],
+    [("bf16", False), ("minmax_uint8", False), ("minmax_uint8", True), ("onebit", True), ("fp4_e2m1", True)],
 )
 def test_the_reduce_scatter_by_its_definition(pool2, codec, error_feedback):
     pool2.run(reduce_scatter_is_as_defined, args=(codec, error_feedback))

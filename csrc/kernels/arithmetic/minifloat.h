@@ -22,10 +22,17 @@ struct Format {
 };
 
 constexpr Format format_of(Minifloat type) {
-  if (type == Minifloat::kE4M3) return {3, 7, 0x7e, 448};
-  return {2, 15, 0x7b, 57344};
+  switch (type) {
+    case Minifloat::kE4M3: return {3, 7, 0x7e, 448};
+    case Minifloat::kE5M2: return {2, 15, 0x7b, 57344};
+    case Minifloat::kE2M1: return {1, 1, 7, 6};
+    default: return {0, 3, 7, 16};
+  }
 }
 
+// The bit of a code that is the sign.
+template <Minifloat kType>
+inline constexpr int kSignBit = minifloat_bits(kType) - 1;
 // How far f32's mantissa reaches below the format's, and the difference of the exponents where f32 has them.
 template <Minifloat kType>
 inline constexpr int kShift = 23 - format_of(kType).mantissa_bits;
@@ -69,13 +76,13 @@ BAGUA_INLINE uint32_t code_of(float value, const Steps& steps) {
   const uint32_t normal = (rebiased + (kHalf - 1) + (rebiased >> kShift<kType> & 1u)) >> kShift<kType>;
   const uint32_t subnormal =
       std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + std::bit_cast<float>(kRounder)) - kRounder;
-  return select(magnitude < kSmallest<kType>, subnormal, normal) | bits >> 31 << 7;
+  return select(magnitude < kSmallest<kType>, subnormal, normal) | bits >> 31 << kSignBit<kType>;
 }
 
 // `kIsApart`: the norm is not M * step, rounded.
 template <Minifloat kType, bool kIsApart>
 BAGUA_INLINE float value_of(uint32_t code, const Steps& steps) {
-  const uint32_t magnitude = code & 0x7fu, sign = code >> 7 << 31;
+  const uint32_t magnitude = code & ((1u << kSignBit<kType>)-1), sign = code >> kSignBit<kType> << 31;
   const uint32_t product = std::bit_cast<uint32_t>(number_of<kType>(magnitude) * steps.step);
   if constexpr (!kIsApart) return std::bit_cast<float>(product | sign);
   return std::bit_cast<float>(select(magnitude == format_of(kType).largest, steps.norm_bits, product) | sign);

@@ -16,7 +16,7 @@ template <Minifloat kType, int kThreads>
 struct SmallFloat {
   static constexpr int kBlockThreads = kThreads;
   static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
-  static constexpr int kNumParts = 1;
+  static constexpr int kBits = minifloat_bits(kType), kNumParts = 8 / kBits;
   static constexpr float kPadding = 0.0f;
 
   // In most blocks the norm is M * step, rounded, and s is 1.
@@ -31,13 +31,16 @@ struct SmallFloat {
     float units;  // of Steps
     Decoder decoder;
   };
+  // The words as they lie in the message.
   template <typename Share>
   struct Codes {
-    uint32_t quad[Share::kQuads];
+    uint32_t word[Share::kNumRuns];
   };
 
-  __device__ __forceinline__ int padded_numel(int numel) const { return numel; }
-  __device__ __forceinline__ size_t wire_bytes() const { return kMinifloatHeaderBytes + kBlockNumel; }
+  __device__ __forceinline__ int padded_numel(int numel) const {
+    return (numel + kNumParts - 1) / kNumParts * kNumParts;
+  }
+  __device__ __forceinline__ size_t wire_bytes() const { return kMinifloatHeaderBytes + kBlockNumel / kNumParts; }
 
   __device__ __forceinline__ Decoder decoder_of(const uint8_t* bytes) const { return decoder_of(load_f32(bytes)); }
   static __device__ __forceinline__ Decoder decoder_of(float header) {
@@ -55,8 +58,9 @@ struct SmallFloat {
   __device__ __forceinline__ Codes<Share> load_codes(const Share& share, const uint8_t* bytes) const {
     Codes<Share> codes;
 #pragma unroll
-    for (int q = 0; q < Share::kQuads; ++q) {
-      codes.quad[q] = load_bytes<Share::kIsWhole>(bytes + kMinifloatHeaderBytes + share.first(q), share.num(q));
+    for (int run = 0; run < Share::kNumRuns; ++run) {
+      const uint8_t* from = bytes + kMinifloatHeaderBytes + share.place(run);
+      codes.word[run] = load_bytes<Share::kIsWhole>(from, share.num_bytes(run));
     }
     return codes;
   }
@@ -65,7 +69,10 @@ struct SmallFloat {
   template <typename Share, typename Body>
   static __device__ __forceinline__ void for_codes(const Codes<Share>& codes, Body body) {
 #pragma unroll
-    for (int i = 0; i < Share::kNumel; ++i) body(i, codes.quad[i / kQuadNumel] >> (8 * (i % kQuadNumel)) & 0xffu);
+    for (int i = 0; i < Share::kNumel; ++i) {
+      const int q = i / kQuadNumel, bit = 8 * (i % kQuadNumel) + kBits * Share::part_of(q);
+      body(i, codes.word[Share::run_of(q)] >> bit & ((1u << kBits) - 1));
+    }
   }
   template <typename Share, typename Body>
   __device__ __forceinline__ void decode(const Share&, const Decoder& decoder, const Codes<Share>& codes,
@@ -98,7 +105,7 @@ struct SmallFloat {
 
   template <bool kIsScaled, typename Share>
   static __device__ __forceinline__ Codes<Share> codes_of(const float* values, const Steps& steps) {
-    Codes<Share> codes;
+    Codes<Share> codes{};
 #pragma unroll
     for (int q = 0; q < Share::kQuads; ++q) {
       uint32_t code[kQuadNumel];
@@ -107,7 +114,8 @@ struct SmallFloat {
         const float value = values[q * kQuadNumel + i];
         code[i] = code_of<kType>(kIsScaled ? scale_up(value) : value, steps);
       }
-      codes.quad[q] = gather_bytes<0>(code[0], code[1], code[2], code[3]);
+      const uint32_t quad = gather_bytes<0>(code[0], code[1], code[2], code[3]);
+      codes.word[Share::run_of(q)] |= quad << (kBits * Share::part_of(q));
     }
     return codes;
   }
@@ -130,8 +138,9 @@ struct SmallFloat {
       codes = is_scaled ? codes_of<true, Share>(values, steps) : codes_of<false, Share>(values, steps);
     }
 #pragma unroll
-    for (int q = 0; q < Share::kQuads; ++q) {
-      store_bytes<Share::kIsWhole>(codes.quad[q], share.num(q), bytes + kMinifloatHeaderBytes + share.first(q));
+    for (int run = 0; run < Share::kNumRuns; ++run) {
+      uint8_t* to = bytes + kMinifloatHeaderBytes + share.place(run);
+      store_bytes<Share::kIsWhole>(codes.word[run], share.num_bytes(run), to);
     }
     if constexpr (kDecodes) {
       decode(share, encoding.decoder, codes, [&](int i, float value) { decoded[i] = value; });
@@ -143,8 +152,12 @@ struct SmallFloat {
 // Calls body(codec) for the codec of the type.
 template <int kThreads, typename Body>
 void for_type(int type, Body body) {
-  if (type == static_cast<int>(Minifloat::kE4M3)) return body(SmallFloat<Minifloat::kE4M3, kThreads>{});
-  body(SmallFloat<Minifloat::kE5M2, kThreads>{});
+  switch (static_cast<Minifloat>(type)) {
+    case Minifloat::kE4M3: return body(SmallFloat<Minifloat::kE4M3, kThreads>{});
+    case Minifloat::kE5M2: return body(SmallFloat<Minifloat::kE5M2, kThreads>{});
+    case Minifloat::kE2M1: return body(SmallFloat<Minifloat::kE2M1, kThreads>{});
+    case Minifloat::kE3M0: return body(SmallFloat<Minifloat::kE3M0, kThreads>{});
+  }
 }
 
 struct Kernels {
