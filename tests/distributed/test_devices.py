@@ -4,6 +4,7 @@ touch."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -189,6 +190,30 @@ def _check_small_reductions(rank, world_size):
 @fast_in("world", [shm(SIZE)], [shm(SIZE), tcp(SIZE), through_torch(SIZE)])
 def test_small_reductions(pair_on_devices, world):
     pair_on_devices.run(_check_small_reductions, env={**world.env, "BAGUA_THRESHOLDS": None})
+
+
+def _check_rows(rank, world_size):
+    """Rows with codecs and their gradients have the CPU's bits, whether or not rows are whole blocks."""
+    bagua.init_process_group(timeout=20)
+    try:
+        device = accelerator.use_device_of(rank)
+        for width, codec in itertools.product((640, 2048), ("bf16", "fp8_e4m3", "fp4_e2m1")):
+            x = torch.randn(40, width, generator=torch.Generator().manual_seed(rank))
+            seen = []
+            for place in ("cpu", device):
+                leaf = x.detach().to(place).requires_grad_()
+                y, _ = bagua.exchange_rows(leaf, [10, 30] if rank == 0 else [0, 40], codec=codec)
+                y.square().sum().backward()
+                seen.append((y.detach().cpu(), leaf.grad.cpu()))
+            (y, grad), (y_on_device, grad_on_device) = seen
+            assert torch.equal(y_on_device, y) and torch.equal(grad_on_device, grad), (width, codec)
+    finally:
+        bagua.destroy_process_group()
+
+
+@fast_in("world", [shm(SIZE)], [shm(SIZE), tcp(SIZE)])
+def test_rows_with_codecs(pair_on_devices, world):
+    pair_on_devices.run(_check_rows, env=world.env)
 
 
 # ---- what Work promises
