@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import bagua
-from bagua.testing import spawn
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]  # no look-up of a host name
@@ -43,10 +42,11 @@ def run(launcher: str, script: str, *options: str) -> dict:
 
 def run_as_a_rank(rank, world_size, script, options, output=io.StringIO):
     """Returns the output of the script, run as __main__ by a rank that has already imported torch."""
-    sys.path.insert(0, str(script.parent))
-    sys.argv = [str(script), *options]
-    with contextlib.redirect_stdout(output()) as printed:
-        runpy.run_path(str(script), run_name="__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(script.parent)
+        patch.setattr(sys, "argv", [str(script), *options])
+        with contextlib.redirect_stdout(output()) as printed:
+            runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()
 
 
@@ -64,8 +64,8 @@ def assert_prints_as_documented(printed):
     assert first == second
 
 
-def test_the_quick_start_prints_what_the_readme_shows():
-    printed, by_others = spawn(run_as_a_rank, 2, args=(ROOT / "examples" / "quick_start.py", []))
+def test_the_quick_start_prints_what_the_readme_shows(pool2):
+    printed, by_others = pool2.run(run_as_a_rank, args=(ROOT / "examples" / "quick_start.py", []))
     assert not by_others
     assert_prints_as_documented(printed)
 
@@ -76,9 +76,9 @@ def test_the_quick_start_runs_under_the_launcher():
 
 
 @pytest.mark.needs("sklearn", "tqdm")
-def test_digits_reaches_its_accuracy_with_bytegrad():
+def test_digits_reaches_its_accuracy_with_bytegrad(pool2):
     options = ["--algorithm", "bytegrad", "--epochs", "2"]
-    printed, by_others = spawn(run_as_a_rank, 2, args=(ROOT / "examples" / "digits.py", options))
+    printed, by_others = pool2.run(run_as_a_rank, args=(ROOT / "examples" / "digits.py", options))
     assert not by_others
     result = json.loads(printed.splitlines()[-1])
     assert result["test_accuracy"] >= 0.93

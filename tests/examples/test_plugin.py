@@ -1,4 +1,4 @@
-"""The example of a plug-in: installed as users do it, beside its oracle, and under the checks of the built-in ones."""
+"""The example of a plug-in: found where it is installed, beside its oracle, and under checks of the built-in ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,16 @@ pytestmark = pytest.mark.needs("setuptools")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder with the installed plug-in, on sys.path here and in the ranks; nothing is downloaded."""
+    """A folder with what the plug-in's wheel holds, on sys.path here and in the ranks."""
     folder = tmp_path_factory.mktemp("plugin")
-    shutil.copytree(PLUGIN, folder / "source")  # pip builds in the source folder
-    options = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    shutil.copytree(PLUGIN, folder / "source")  # the wheel is built in the source folder
+    build = f"import setuptools.build_meta as backend; backend.build_wheel({str(folder)!r})"
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "site"), str(folder / "source")],
-        capture_output=True,
-        text=True,
-        timeout=100,
+        [sys.executable, "-c", build], cwd=folder / "source", capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
     sys.path.insert(0, str(folder / "site"))
     yield folder / "site"
     sys.path.remove(str(folder / "site"))
@@ -74,8 +74,7 @@ def _two_steps(rank, world_size):
 
 
 def test_trains_where_it_is_installed(site, ranks):
-    with Pool(2) as pool:
-        assert pool.run(_two_steps) == [str(site / "bagua_adasum.py")] * 2
+    assert ranks[2].run(_two_steps) == [str(site / "bagua_adasum.py")] * 2
 
 
 def _oracle(grads):
@@ -130,21 +129,20 @@ def _like_the_oracle(rank, world_size, dtype):
 
 @fast_in(
     "num_ranks, dtype",
-    [(2, torch.float32), (2, torch.float64), (4, torch.bfloat16), (2, torch.float16)],
+    [(2, torch.float32), (4, torch.bfloat16)],
     list(itertools.product([2, 4], [torch.float32, torch.float64, torch.bfloat16, torch.float16])),
 )
 def test_equals_the_oracle(ranks, num_ranks, dtype):
     ranks[num_ranks].run(_like_the_oracle, args=(dtype,))
 
 
-FOUR = "four ranks stay bit-identical"
 # The conformance tests of built-in algorithms whose gradients need not be a mean: ranks, function, arguments after the
 # name.
 CHECKS = {
     "equals plain torch on one rank": (1, test_single_rank._equals_plain_torch, ("adamw", True)),
     "a backward that raised is forgotten": (1, test_single_rank._recovers, ()),
     "stay bit-identical": (2, test_replicas._stay_identical, (test_replicas.FEW,)),
-    FOUR: (4, test_replicas._stay_identical, (test_replicas.MANY,)),
+    "four ranks stay bit-identical": (4, test_replicas._stay_identical, (test_replicas.MANY,)),
     "starts as rank 0": (2, test_replicas._start, ()),
     "several models": (2, test_replicas._several_models, ()),
     "copies": (2, test_replicas._copies, ()),
@@ -154,7 +152,7 @@ CHECKS = {
 }
 
 
-@fast_in("check", [check for check in CHECKS if check != FOUR], CHECKS)
+@fast_in("check", ["equals plain torch on one rank", "stay bit-identical", "gradient penalty"], CHECKS)
 def test_passes_the_checks_of_the_built_in_ones(ranks, check):
     num_ranks, function, arguments = CHECKS[check]
     ranks[num_ranks].run(function, args=("adasum", *arguments))

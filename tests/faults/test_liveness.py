@@ -13,7 +13,7 @@ import torch
 import bagua
 from bagua.replay import hosts
 from bagua.testing import Pool, cont, stop
-from tests.distributed.worlds import in_worlds, shm, tcp
+from tests.distributed.worlds import fast_in, in_worlds, shm, tcp
 from tests.faults.scenarios import (
     LONG_S,
     note_time,
@@ -55,7 +55,7 @@ def wait_for_a_stopped_rank(rank, world_size, path):
         return watch(ask)
 
 
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([shm(3)], slow=[tcp(3)])
 def test_a_stopped_rank_is_named_long_before_the_deadline(world, tmp_path):
     path = str(tmp_path / "since")
     results = spawn_in(with_heartbeats(world), wait_for_a_stopped_rank, path, expect_exit={2: signal.SIGSTOP})
@@ -122,7 +122,7 @@ def wait_until_a_cut(rank, world_size, names, path):
 
 
 @needs_hosts
-@pytest.mark.parametrize("size", [2, 3])
+@fast_in("size", [3], [2])
 def test_a_cut_cable_is_noticed_long_before_the_deadline(size, tmp_path):
     path = str(tmp_path / "since")
     results = run_on_hosts(size, path, wait_until_a_cut)

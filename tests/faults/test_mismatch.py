@@ -113,7 +113,7 @@ def differ(rank, world_size, names):
     return seen
 
 
-@in_worlds([shm(3), tcp(3)], slow=WORLDS)
+@in_worlds([shm(3)], slow=WORLDS)
 def test_both_sides_are_shown_on_every_rank(pools, world):
     results = pools.run(world, differ, list(MISMATCHES), timeout=100)
     for name, (_, _, shown) in MISMATCHES.items():

@@ -13,7 +13,7 @@ import bagua
 from bagua.distributed.job_ranks import JobRanks, reworded
 from bagua.errors import InvalidArgument, RemoteError, TransportError
 from bagua.testing import Pool
-from tests.distributed.worlds import shm, tcp
+from tests.distributed.worlds import in_turns, shm, tcp
 from tests.faults.scenarios import NOTICED_S, process_group, spawn_in, watch
 from tests.meeting import meet, wait_until
 
@@ -55,8 +55,7 @@ def die(rank, world_size, is_wrapped):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("is_wrapped", [False, True])
-@pytest.mark.parametrize("world", [shm(5), tcp(5)], ids=str)
+@in_turns("world, is_wrapped", [shm(5), tcp(5)], [True, False])
 def test_a_rank_that_dies_is_named_by_its_rank_in_the_job(world, is_wrapped):
     results = spawn_in(world, die, is_wrapped, expect_exit={VICTIM: -signal.SIGKILL})
     for rank in RANKS:

@@ -27,6 +27,8 @@ both_sizes = pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=SAME_TE
 
 def on_both(rank, world_size, program, args, num_ranks):
     """Runs `program(job, *args)` on the CPU and on the device, and compares the tensors it returns."""
+    if rank >= num_ranks:
+        return
     here = accelerator.use_device_of(rank)
     if num_ranks > 1:
         bagua.init_process_group(timeout=timedelta(seconds=20))

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from tests.distributed.worlds import SAME_TEST, fast_in
 
 pytestmark = pytest.mark.needs("accelerate")
 ONEBIT = {"algorithm": "bytegrad", "codec": "onebit", "error_feedback": True}
-SAME = pytest.mark.slow("the same test with another algorithm")
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def _beside_ddp(rank, world_size, mixed_precision):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@fast_in("mixed_precision", ["bf16"], ["no"])
 def test_trains_as_ddp_does(pool2, mixed_precision):
     """Micro-batches send nothing."""
     pool2.run(_beside_ddp, args=(mixed_precision,))
@@ -145,7 +145,7 @@ OTHERS = [{"algorithm": "local_sgd", "sync_every": 3}, {"algorithm": "qadam", "c
 
 @pytest.mark.parametrize(
     "options",
-    [ONEBIT, {"algorithm": "decentralized"}, *(pytest.param(one, marks=SAME) for one in OTHERS)],
+    [ONEBIT, *(pytest.param(one, marks=SAME_TEST) for one in ({"algorithm": "decentralized"}, *OTHERS))],
     ids=lambda options: options["algorithm"],
 )
 def test_resuming_equals_never_having_stopped(pool2, tmp_path, options):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 import bagua
+from tests.distributed.worlds import SAME_TEST
 
 pytestmark = pytest.mark.needs("lightning")
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +107,7 @@ def _beside_ddp(rank, world_size, kind, options):
     ("kind", "options"),
     [
         ("automatic", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-        ("automatic", {"precision": "bf16-mixed"}),
+        pytest.param("automatic", {"precision": "bf16-mixed"}, marks=SAME_TEST),
         ("automatic", "float16"),
         ("manual", {}),
     ],
@@ -187,12 +188,9 @@ def _resume(rank, world_size, folder, options):
         assert len(ended["bagua"]) == world_size and plain(ended["bagua"]) == plain(saved["bagua"])
 
 
-SAME = pytest.mark.slow("the same test with another algorithm")
-
-
 @pytest.mark.parametrize(
     "options",
-    [ONEBIT, OF_WEIGHTS[0], *(pytest.param(one, marks=SAME) for one in (*OF_WEIGHTS[1:], QADAM))],
+    [ONEBIT, *(pytest.param(one, marks=SAME_TEST) for one in (*OF_WEIGHTS, QADAM))],
     ids=lambda options: options["algorithm"],
 )
 def test_resuming_equals_never_having_stopped(pool2, tmp_path, options):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from tests.distributed.worlds import SAME_TEST
 
 pytestmark = pytest.mark.needs("transformers", "accelerate")
 
@@ -99,7 +100,7 @@ def _beside_ddp(rank, world_size, folder, options):
     assert all(num_bytes <= one < 2 * num_bytes for one in sent[0::2]), sent
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("options", [{"bf16": True}, pytest.param({}, marks=SAME_TEST)], ids=["bf16", "float32"])
 def test_trains_as_ddp_does(pool2, tmp_path, options):
     """With clipping, ranks that have different numbers of tokens, and micro-batches that send nothing."""
     pool2.run(_beside_ddp, args=(tmp_path, options))
@@ -118,10 +119,7 @@ def _resume(rank, world_size, folder, algorithm):
 
 
 ONEBIT = bagua.algorithms.ByteGrad(codec="onebit", error_feedback=True)
-SAME = pytest.mark.slow("the same test with another algorithm")
-
-
-ALGORITHMS = [ONEBIT, "decentralized", pytest.param("local_sgd", marks=SAME)]
+ALGORITHMS = [ONEBIT, *(pytest.param(name, marks=SAME_TEST) for name in ("decentralized", "local_sgd"))]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["onebit", "decentralized", "local_sgd"])

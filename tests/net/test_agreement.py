@@ -19,11 +19,14 @@ from bagua.distributed import bootstrap
 from bagua.net import rendezvous
 from bagua.net.interfaces import interface_addresses
 from bagua.testing import free_port, spawn
+from tests.distributed.worlds import fast_in, in_turns
 
 pytestmark = pytest.mark.timed
 
 TIMEOUT_S = 0.5
 LONG_S = 60.0
+# A rank that comes after another has given up believes it after this time, in place of ten seconds.
+EARLIER_S = 0.5
 QUICKLY_S = LONG_S / 3  # it is the disagreement that was noticed, no deadline that has passed
 TOKENS = ["5kZ0pW-qk2VQyXn3sE7cUw", "9aLr_T4hBf6mJd1vGi8oNx"]
 
@@ -38,6 +41,7 @@ def attempt(rank, world_size, changes, timeout):
         _C.__version__ = mine["version"]
     if "protocol" in mine:
         rendezvous.PROTOCOL = mine["protocol"]
+    rendezvous._EARLIER_FAULT_SECONDS = EARLIER_S
     begin = time.monotonic()
     try:
         bagua.init_process_group(timeout=timeout, **mine.get("arguments", {}))
@@ -179,12 +183,11 @@ EARLIER_ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("earlier", EARLIER_ROUNDS.values(), ids=EARLIER_ROUNDS)
-@pytest.mark.parametrize("last", [0, 2])
+@in_turns("earlier, last", EARLIER_ROUNDS, [0, 2])
 def test_ranks_meet_in_a_round_of_their_own(earlier, last):
     """The store of torchrun's agents holds what the processes before a restart have left there."""
     store = dist.HashStore()
-    for number, (ranks, has_failed) in enumerate(earlier):
+    for number, (ranks, has_failed) in enumerate(EARLIER_ROUNDS[earlier]):
         of_round = dist.PrefixStore(f"round{number}", store) if number else store
         for rank in ranks:
             of_round.add(f"claim/{rank}", 1)
@@ -226,11 +229,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("holder", ["rank 0", "the agent"])
-def test_a_mistake_in_a_rank_s_own_settings_is_told_to_all(holder):
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "False"} if holder == "rank 0" else {}
-    for changes, message in MISTAKES.values():
-        env |= {"MASTER_PORT": str(free_port())} if holder == "rank 0" else {}
+@pytest.mark.parametrize(
+    ("holder", "mistakes"), [("rank 0", ["number"]), ("the agent", MISTAKES)], ids=["rank 0", "the agent"]
+)
+def test_a_mistake_in_a_rank_s_own_settings_is_told_to_all(holder, mistakes):
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())} if holder == "rank 0" else {}
+    for changes, message in map(MISTAKES.get, mistakes):
         results = failures_of(3, {rank: {"names": 1} for rank in (0, 2)} | {1: {"env": changes}}, env=env)
         assert [kind for kind, _, _ in results] == ["RemoteError", "InvalidArgument", "RemoteError"]
         for rank in (0, 2):
@@ -259,7 +263,7 @@ def is_interrupted(rank, world_size, kind):
         return type(error), str(error), getattr(error, "rank", None)
 
 
-@pytest.mark.parametrize("kind", [TimeoutError, WatchdogError, KeyboardInterrupt])
+@fast_in("kind", [TimeoutError, KeyboardInterrupt], [WatchdogError])
 def test_a_rank_that_is_interrupted_tells_the_others(kind):
     begin = time.monotonic()
     other, interrupted, _ = spawn(is_interrupted, 3, args=[kind])
@@ -270,7 +274,7 @@ def test_a_rank_that_is_interrupted_tells_the_others(kind):
 
 
 def leaves_at_once(rank, world_size):
-    for _ in range(10):
+    for _ in range(5):
         bagua.init_process_group(timeout=LONG_S)
         bagua.destroy_process_group()
 

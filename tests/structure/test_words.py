@@ -39,11 +39,23 @@ def docstrings(source):
             yield node.body[0].lineno, text
 
 
+def has_opener(comment):
+    """Returns True if a comment begins with a word that it should not begin with."""
+    return first_word(comment) in OPENERS["comments"].split()
+
+
 def comments(source, suffix):
-    """Yields the line and text of the first line of every block of comments that have their lines to themselves."""
+    """Yields the line and text of the first line of every block of comments that have their lines to themselves.
+
+    Of a Python file in which no line looks like one that breaks the rule, it yields nothing.
+    """
     mark = COMMENT_MARKS[suffix]
     last = None  # line of the last comment
-    for number, line in enumerate(without_strings(source) if suffix == ".py" else source.splitlines(), 1):
+    lines = source.splitlines()
+    if suffix == ".py":  # to tell comments from lines of strings takes long
+        may_break = any(line.strip().startswith(mark) and has_opener(line.strip().lstrip(mark + "!")) for line in lines)
+        lines = without_strings(source) if may_break else []
+    for number, line in enumerate(lines, 1):
         if line.strip().startswith(mark):
             if last is None or number > last + 1:
                 yield number, line.strip().lstrip(mark + "!")
@@ -65,7 +77,7 @@ def findings_in(source, suffix):
         if first_word(text) in OPENERS["docstrings"].split():
             yield "docstrings", number, text.splitlines()[0]
     for number, text in comments(source, suffix):
-        if first_word(text) in OPENERS["comments"].split():
+        if has_opener(text):
             yield "comments", number, text
     for number, line in enumerate(source.splitlines(), 1):
         if PERSONS.search(line):
