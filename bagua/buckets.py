@@ -88,7 +88,9 @@ class Member:
 
     def is_in_bucket(self) -> bool:
         """Returns True if ``view`` is still there: ``model.to()`` gives gradients other memory inside their tensors."""
-        return self.view.data_ptr() == self._address
+        return self.view.data_ptr() == self._address and (
+            not self.is_spread or local_tensor(self.grad).data_ptr() == self._address
+        )
 
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Returns True if ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""

@@ -16,8 +16,7 @@ import dataclasses
 import functools
 import math
 import re
-import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -134,7 +133,13 @@ class Mean:
 
 
 class OuterRule(Protocol):
-    """The outer optimizer."""
+    """The outer optimizer.
+
+    Attributes:
+        needs_rate: True if it asks for the learning rate of the local steps, which ``step`` gets as 0 otherwise.
+    """
+
+    needs_rate: ClassVar[bool]
 
     def step(
         self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None, learning_rate: float
@@ -161,6 +166,8 @@ class OuterSGD:
     momentum: float = 0.0
     nesterov: bool = True
 
+    needs_rate: ClassVar[bool] = False
+
     def step(
         self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None, learning_rate: float
     ) -> None:
@@ -185,6 +192,7 @@ class _Exchange:
         buckets: of the fragment.
         started: what ``Aggregate.start`` returned, by bucket; empty once it has arrived.
         digests: of all ranks' references, and the message that brings them; None once they are compared.
+        before_close: takes part when the group is closed meanwhile, though the model may be gone.
     """
 
     fragment: int
@@ -192,6 +200,18 @@ class _Exchange:
     buckets: list[Bucket]
     started: list[tuple[Bucket, Any]] = dataclasses.field(default_factory=list)
     digests: tuple[torch.Tensor, Work] | None = None
+    before_close: Callable[[], None] | None = None
+
+    def wait(self, aggregate: Aggregate) -> torch.Tensor | None:
+        """Waits until the aggregates are in the buckets; returns the digests, unless they were returned before."""
+        digests, self.digests = self.digests, None
+        if digests is not None:
+            digests[1].wait()
+        while self.started:
+            bucket, started = self.started.pop(0)
+            aggregate.finish(bucket, started)
+            bucket.zero_padding()  # a codec leaves its rounding there
+        return None if digests is None else digests[0]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -237,8 +257,8 @@ class OuterSteps(ExchangedWeights):
         self._num_local_steps = [0] * len(training.optimizers)
         self._exchanges: list[list[_Exchange]] = [[] for _ in training.optimizers]  # under way, by optimizer
         self._loading: list[list[dict[str, Any]]] | None = None  # for the layout that follows
-        # A program may end while an exchange is under way in which other ranks still need this one.
-        training.group.before_close.append(functools.partial(_end_exchanges, weakref.ref(self)))
+        # The local step, by optimizer and fragment, after which its weights were last set from the reference.
+        self._merged_at = [[0] * self.schedule.fragments for _ in training.optimizers]
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         loading, self._loading = self._loading, None
@@ -285,7 +305,7 @@ class OuterSteps(ExchangedWeights):
         self._num_local_steps[index] += 1
         step, exchanges = self._num_local_steps[index], self._exchanges[index]
         if exchanges and exchanges[0].due <= step:
-            self._finish(exchanges.pop(0), self.schedule.merge)
+            self._finish(index, exchanges.pop(0), self.schedule.merge)
         fragment = self.schedule.due(step)
         if fragment is None:
             return
@@ -293,7 +313,7 @@ class OuterSteps(ExchangedWeights):
         if self.schedule.overlap_steps:
             exchanges.append(exchange)
         else:
-            self._finish(exchange, 0.0)
+            self._finish(index, exchange, 0.0)
         self.after_exchange(optimizer, buckets, group)
 
     def after_exchange(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup) -> None:
@@ -308,24 +328,26 @@ class OuterSteps(ExchangedWeights):
             bucket.load()
             if self.rule is not None:
                 flat = bucket.flat
-                torch.sub(bucket.state(REFERENCE).to(flat.device), flat, out=flat)
+                # Local steps of smaller weights began with the reference rounded to their dtype.
+                torch.sub(bucket.state(REFERENCE).to(flat.device, flat.dtype), flat, out=flat)
             exchange.started.append((bucket, self.aggregate.start(bucket, group, step)))
+        # A program may end while other ranks still need this one.
+        exchange.before_close = functools.partial(_take_part, exchange, self.aggregate)
+        group.before_close.append(exchange.before_close)
         return exchange
 
     def _arrive(self, exchange: _Exchange) -> None:
-        """Waits until the aggregates are in the buckets."""
-        if exchange.digests is not None:
-            digests, work = exchange.digests
-            work.wait()
+        """Waits until the aggregates are in the buckets, and compares the references."""
+        callbacks, mine = self.training.group.before_close, exchange.before_close
+        if mine is not None and mine in callbacks:
+            callbacks.remove(mine)
+        digests = exchange.wait(self.aggregate)
+        if digests is not None:
             self._compare(digests, exchange.fragment)
-            exchange.digests = None
-        while exchange.started:
-            bucket, started = exchange.started.pop(0)
-            self.aggregate.finish(bucket, started)
-            bucket.zero_padding()  # a codec leaves its rounding there
 
-    def _finish(self, exchange: _Exchange, merge: float) -> None:
+    def _finish(self, index: int, exchange: _Exchange, merge: float) -> None:
         self._arrive(exchange)
+        self._merged_at[index][exchange.fragment] = self._num_local_steps[index]
         for bucket in exchange.buckets:
             if self.rule is not None:
                 self._step(bucket, self.rule, merge)
@@ -336,7 +358,7 @@ class OuterSteps(ExchangedWeights):
         flat = bucket.flat
         kept = [bucket.state(name) for name in (REFERENCE, MOMENTUM) if name in self._states]
         here = [state.to(flat.device) for state in kept]  # from host memory, if they are there
-        for begin, end, learning_rate in self._stretches(bucket):
+        for begin, end, learning_rate in self._stretches(bucket) if rule.needs_rate else [(0, len(flat), 0.0)]:
             reference, delta, *momentum = (one[begin:end] for one in (here[0], flat, *here[1:]))
             rule.step(reference, delta, momentum[0] if momentum else None, learning_rate)
         for state, value in zip(kept, here, strict=True):
@@ -392,11 +414,12 @@ class OuterSteps(ExchangedWeights):
         for index, exchanges in enumerate(self._exchanges):
             mine = [bucket for bucket in buckets if bucket.optimizer_index == index]
             while exchanges:
-                self._finish(exchanges.pop(0), self.schedule.merge)
-            step = self._num_local_steps[index]
-            under_way = [self._start(fragment, step, mine, group) for fragment in range(self.schedule.fragments)]
-            for exchange in under_way:
-                self._finish(exchange, 0.0)
+                self._finish(index, exchanges.pop(0), 0.0)
+            step, merged_at = self._num_local_steps[index], self._merged_at[index]
+            # Without a local step since then another outer step would move the model by its momentum alone.
+            changed = [fragment for fragment, merged in enumerate(merged_at) if merged != step]
+            for exchange in [self._start(fragment, step, mine, group) for fragment in changed]:
+                self._finish(index, exchange, 0.0)
 
     def detach(self) -> None:
         for exchange in (exchange for exchanges in self._exchanges for exchange in exchanges):
@@ -417,12 +440,18 @@ class OuterSteps(ExchangedWeights):
             ]
             for exchanges in self._exchanges
         ]
-        return {**super().state_dict(), "num_local_steps": list(self._num_local_steps), "under_way": under_way}
+        return {
+            **super().state_dict(),
+            "num_local_steps": list(self._num_local_steps),
+            "merged_at": [list(merged) for merged in self._merged_at],
+            "under_way": under_way,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.detach()
         super().load_state_dict(state)
         self._num_local_steps, self._loading = list(state["num_local_steps"]), state["under_way"]
+        self._merged_at = [list(merged) for merged in state["merged_at"]]
 
     def state_of_all(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         under_way = states[0]["under_way"]
@@ -482,11 +511,9 @@ def check_range(name: str, value: float, least: float, below: float, is_least_al
         raise InvalidArgument(f"{name} is {value}, expected {start}{end}")
 
 
-def _end_exchanges(algorithm_ref: weakref.ref[OuterSteps]) -> None:
-    algorithm = algorithm_ref()
-    if algorithm is not None:
-        with contextlib.suppress(BaguaError):  # a failure of the group is raised by what it ends
-            algorithm.detach()
+def _take_part(exchange: _Exchange, aggregate: Aggregate) -> None:
+    with contextlib.suppress(BaguaError):  # a failure of the group is raised by what it ends
+        exchange.wait(aggregate)
 
 
 _NUMBERED = re.compile(r"^(.*?\.)?(\d+)(?:\.|$)")

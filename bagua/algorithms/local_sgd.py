@@ -73,8 +73,8 @@ class LocalSGD(OuterSteps):
         elif self.momentum == "average":
             self._average_moments(optimizer, buckets, group)
 
-    def _average(self, exchanges: Sequence[tuple[Bucket, Sequence[torch.Tensor] | None]], group: BucketGroup) -> None:
-        """Averages the weights, or the tensors given for the members of a bucket; one is copied while others travel."""
+    def _average(self, exchanges: Sequence[tuple[Bucket, Sequence[torch.Tensor]]], group: BucketGroup) -> None:
+        """Averages the tensors given for the members of a bucket; those of one are copied while others travel."""
         works = []
         for bucket, tensors in exchanges:
             bucket.load(tensors)

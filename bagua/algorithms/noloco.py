@@ -30,19 +30,19 @@ class PairMean:
     Attributes:
         lr, gamma: of the formula.
         topology: of ``bagua.neighbor_average``.
-        distance: the steps from one exchange to the next, by which exchanges are counted.
+        sync_every: the steps from one exchange of a fragment to the next, by which they are counted.
     """
 
     lr: float
     gamma: float
     topology: str
-    distance: int
+    sync_every: int
 
     def start(self, bucket: Bucket, group: BucketGroup, step: int) -> tuple[Work, torch.Tensor]:
         """See ``Aggregate``."""
         flat = bucket.flat
         message = torch.mul(bucket.state(REFERENCE).to(flat.device), self.gamma).sub_(flat, alpha=self.lr)
-        work = group.neighbor_average(bucket, self.topology, step // self.distance, flat=message)
+        work = group.neighbor_average(bucket, self.topology, step // self.sync_every, flat=message)
         return work, message
 
     def finish(self, bucket: Bucket, started: tuple[Work, torch.Tensor]) -> None:
@@ -97,17 +97,36 @@ class NoLoCo(StreamedSteps):
         check_range("outer_momentum", self.outer_momentum, 0, 1)
         check_range("consensus", self.consensus, 0, math.inf)
         check_topology(self.topology, 0, torch.float32)
-        schedule = self.make_schedule()
-        pairs = PairMean(self.outer_lr, self.consensus, self.topology, schedule.distance)
+        pairs = PairMean(self.outer_lr, self.consensus, self.topology, self.sync_every)
         rule = OuterSGD(1.0, self.outer_momentum, nesterov=False)
-        self.set_parts(schedule, pairs, rule, self.make_states(*[MOMENTUM] * bool(self.outer_momentum)))
+        self.set_parts(self.make_schedule(), pairs, rule, self.make_states(*[MOMENTUM] * bool(self.outer_momentum)))
 
     def synchronize(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
-        """Gives all ranks the mean of their references, as reference and as weights, and of their outer momenta."""
-        self.detach()
-        for bucket in buckets:
-            for name in self.parameter_state():
-                group.all_reduce(bucket.state(name), ReduceOp.AVG, label=bucket.label).wait()
-            bucket.flat.copy_(bucket.state(REFERENCE))
-            bucket.store()
-        self._exchanges = [[] for _ in self._exchanges]
+        """Gives all ranks the mean of their references and of their outer momenta, and takes an outer step of all."""
+        if self.stage().synchronises_gradients:
+            return
+        for index, exchanges in enumerate(self._exchanges):
+            while exchanges:
+                self._finish(index, exchanges.pop(0), 0.0)
+            mine = [bucket for bucket in buckets if bucket.optimizer_index == index]
+            for bucket in mine:
+                has_changed = self._merged_at[index][bucket.fragment] != self._num_local_steps[index]
+                self._synchronize(bucket, group, has_changed)
+            self._merged_at[index] = [self._num_local_steps[index]] * self.schedule.fragments
+
+    def _synchronize(self, bucket: Bucket, group: BucketGroup, has_changed: bool) -> None:
+        flat = bucket.flat
+        if has_changed:
+            bucket.load()
+            torch.sub(bucket.state(REFERENCE).to(flat.device, flat.dtype), flat, out=flat)
+            group.all_reduce(bucket, ReduceOp.AVG).wait()
+        kept = [bucket.state(name) for name in self.parameter_state()]
+        for state in kept:
+            group.all_reduce(state, ReduceOp.AVG, label=bucket.label).wait()
+        if has_changed:
+            here = [state.to(flat.device) for state in kept]
+            self.rule.step(here[0], flat.mul_(self.outer_lr), *(here[1:] or [None]), 0.0)
+            for state, value in zip(kept, here, strict=True):
+                state.copy_(value)
+        flat.copy_(kept[0])
+        bucket.store()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
 from bagua.algorithms._outer import MOMENTUM, REFERENCE, Mean, OuterSteps, Schedule, check_range
 from bagua.algorithms.base import About, ParameterState
 from bagua.algorithms.registry import register
+from bagua.errors import InvalidArgument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +31,17 @@ class SlowMomentum:
     beta: float
     slow_lr: float
 
+    needs_rate: ClassVar[bool] = True
+
     def step(
         self, reference: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None, learning_rate: float
     ) -> None:
-        """See ``OuterRule``; where lr is 0 nothing has moved, and nothing is divided."""
+        """See ``OuterRule``; the limit for an lr of 0 is reference - slow_lr D, and u stays as it is."""
         assert momentum is not None
-        momentum.mul_(self.beta)
-        if learning_rate:
-            momentum.add_(delta, alpha=1 / learning_rate)
+        if not learning_rate:
+            reference.sub_(delta, alpha=self.slow_lr)
+            return
+        momentum.mul_(self.beta).add_(delta, alpha=1 / learning_rate)
         reference.sub_(momentum, alpha=self.slow_lr * learning_rate)
 
 
@@ -78,3 +84,13 @@ class SlowMo(OuterSteps):
         check_range("slow_lr", self.slow_lr, 0, math.inf, is_least_allowed=False)
         states = {REFERENCE: ParameterState(None), MOMENTUM: ParameterState(None)}
         self.set_parts(schedule, Mean(), SlowMomentum(self.slow_momentum, self.slow_lr), states)
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().check(optimizers)
+        for index, optimizer in enumerate(optimizers):
+            for number, options in enumerate(optimizer.param_groups):
+                if not isinstance(options.get("lr"), (int, float, torch.Tensor)):
+                    raise InvalidArgument(
+                        f"algorithm 'slowmo' counts in units of the learning rate, but lr of group {number} of "
+                        f"optimizers[{index}] ({type(optimizer).__name__}) is {options.get('lr')!r}; take 'diloco'"
+                    )

@@ -15,6 +15,7 @@ from bagua.data_parallel.handle import handle_of
 from bagua.distributed.process_group import ReduceOp
 from bagua.distributed.tensors import local_tensor
 from bagua.distributed.world import GroupLike, resolve
+from bagua.errors import InvalidArgument
 
 __all__ = ["average_model"]
 
@@ -32,7 +33,7 @@ def average_model(model: Model, group: GroupLike = None) -> Model:
         group: the ranks; by default those that the model is wrapped for, or all.
 
     Raises:
-        InvalidArgument: ranks hold other shapes or dtypes.
+        InvalidArgument: ranks hold other shapes or dtypes, or the model is under ``fully_shard``.
 
     Example:
         >>> averaged = bagua.average_model(model)
@@ -41,6 +42,11 @@ def average_model(model: Model, group: GroupLike = None) -> Model:
     """
     handle = handle_of(model)
     ranks = handle.group if group is None and handle is not None else resolve(group)
+    if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
+        raise InvalidArgument(
+            "average_model copies the model, which torch does not do under fully_shard; average in place instead, by "
+            "model.bagua.synchronize()"
+        )
     averaged = copy.deepcopy(model)
     works = []
     for name, value in (*averaged.named_parameters(), *averaged.named_buffers()):

@@ -53,7 +53,9 @@ def _layout_of(parameter: torch.Tensor) -> str:
     """
     if hasattr(parameter, "to_local"):
         mesh, part = parameter.device_mesh, parameter.to_local()
-        where = f"part {tuple(mesh.get_coordinate() or ())} of a mesh of {tuple(mesh.shape)} by {parameter.placements}"
+        over = mesh.mesh_dim_names or ""
+        where = f"part {tuple(mesh.get_coordinate() or ())} of a mesh {over} of {tuple(mesh.shape)}"
+        where += f" by {parameter.placements}"
         return f" {where}, {tuple(part.shape)}{_layout_of(part)}"
     is_strided = parameter.requires_grad and parameter.layout is torch.strided
     if not is_strided or parameter.is_contiguous() or not is_dense(parameter):
@@ -145,6 +147,10 @@ def check_model(
     for name, parameter in _named(model.named_parameters(), ignored):
         _check_memory(parameter, f"parameter {name!r}")
     for name, buffer in _named(model.named_buffers(), ignored):
+        if hasattr(buffer, "to_local"):
+            raise InvalidArgument(
+                f"buffer {name!r} is a DTensor; bagua sends plain buffers: leave it out by ignore=[{name!r}]"
+            )
         _check_memory(buffer, f"buffer {name!r}")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):

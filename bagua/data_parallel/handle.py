@@ -130,9 +130,11 @@ class BaguaHandle:
         before = reducer.num_steps
         with self.no_sync():
             reducer.skip_backwards(num_backwards - 1)
+            reducer.is_accumulating = True
             try:
                 yield
             finally:
+                reducer.is_accumulating = False
                 reducer.skip_backwards(0)
         if reducer.num_steps != before + 1:
             raise InvalidArgument(
@@ -185,6 +187,10 @@ class BaguaHandle:
         if self.reducer.joining is not None:
             raise InvalidArgument(
                 "weight() inside join: ranks without inputs would not take part; give them batches that weigh 0 instead"
+            )
+        if self.reducer.is_accumulating:
+            raise InvalidArgument(
+                "weight() inside accumulate, where it cannot tell which loss is the last one: use it with no_sync()"
             )
         if not 0 <= num < math.inf:
             raise InvalidArgument(f"weight() got {num}, expected the number of tokens that the loss is a mean of")

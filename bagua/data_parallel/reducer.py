@@ -91,6 +91,7 @@ class Reducer:
         self.groups = list(scope.groups)  # and those that the algorithm has made
         self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
         self.synchronises = True  # False inside no_sync
+        self.is_accumulating = False  # inside ``accumulate``
         self._num_skipped = 0  # in ``accumulate``: the backwards to come that stay local
         self._adds_locally = False  # a backward that stays local has reached a parameter
         self.sends_gradients = True  # now: an algorithm may begin with gradients and change over to weights
@@ -103,7 +104,8 @@ class Reducer:
         self._is_used = bytearray(len(storage.parameters))  # since the last synchronisation, in no_sync too
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
-        self._bucket_group.checks_results = raises_nonfinite or self.states.are_described
+        commits = self.states.are_described and algorithm.exchanges == "gradients"
+        self._bucket_group.checks_results = raises_nonfinite or commits
         # Buckets find theirs by ``group_index``.
         others = [BucketGroup(one, _Record(self.recorder, self.groups), self._bucket_group) for one in scope.others]
         self._bucket_groups = (self._bucket_group, *others)

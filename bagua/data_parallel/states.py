@@ -117,6 +117,8 @@ class ParameterStates:
         pairs = []
         for kind, value in ((FLATS, flat), (STRIPES, self._owned(name, bucket, stripe))):
             following = value if self._is_direct else self._successor(kind, key, value)
+            if self._is_direct and value.numel():
+                bucket.zero_padding(value, stripe[0] if kind == STRIPES else 0)  # as ``end_backward`` does
             # A second all_reduce of the bucket in one backward continues from what the first one has left.
             pairs += [following if (kind, key) in self._renewed else value, following]
             if not self._is_direct:
@@ -341,10 +343,11 @@ class ParameterStates:
                         f"{name!r} of {of!r} has {value.numel()} elements in the checkpoint and {wanted} here; load it "
                         "with the same model and the same options"
                     )
+                device = torch.device("cpu") if self._described[name].on_host else member.view.device
                 if shape is not None:
-                    self._values[SHAPED][name, member.index] = value.to(member.view.device, copy=True)
+                    self._values[SHAPED][name, member.index] = value.to(device, copy=True)
                 else:
-                    into[name, member.index] = value.reshape(-1).to(member.view.device, copy=True)
+                    into[name, member.index] = value.reshape(-1).to(device, copy=True)
 
     # --- one value
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bagua
-from tests.algorithms.quadratic import Quadratic, step_once, target_of
+from tests.algorithms.quadratic import Quadratic, step_once, target_of, weights_of
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 
@@ -82,6 +82,34 @@ def test_one_group_of_all_is_heavy_ball(pool4):
     for step, weights in enumerate(oracle(4, lambda rank, exchange: None, **OPTIONS)):
         for rank, expected in enumerate(weights):
             assert per_rank[rank][0][step] == pytest.approx(expected, abs=1e-12), (step, rank)
+
+
+def _global_model(rank, world_size):
+    """synchronize() finishes what is under way, averages references and momenta, and takes an outer step of all."""
+    with process_group():
+        model = Quadratic(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        bagua.with_bagua(model, optimizer, algorithm="noloco", **{**OPTIONS, "sync_every": 4}, warmup_steps=2)
+        step_once(model, optimizer, rank, 0)
+        before = weights_of(model)
+        model.bagua.synchronize()  # in the warm-up, when all ranks are equal
+        assert weights_of(model) == before
+        for step in range(1, 8):
+            step_once(model, optimizer, rank, step)
+        (bucket,) = model.bagua.buckets
+        kept = torch.stack([bucket.state(name).clone() for name in ("reference", "momentum")])
+        bucket.load()
+        mean = torch.cat([kept.view(-1), bucket.flat])
+        bagua.all_reduce(mean, bagua.ReduceOp.AVG)
+        reference, momentum, weights = mean.view(3, -1)
+        momentum = OPTIONS["outer_momentum"] * momentum + OPTIONS["outer_lr"] * (reference - weights)
+        model.bagua.synchronize()
+        bucket.load()
+        torch.testing.assert_close(bucket.flat, reference - momentum, rtol=0, atol=1e-12)
+
+
+def test_the_global_model(pool2):
+    pool2.run(_global_model)
 
 
 def _resumes(rank, world_size):

@@ -10,7 +10,7 @@ from bagua.errors import InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of
 from tests.conformance.training import process_group
 
-RATES = [0.1, 0.2, 0.0, 0.0, 0.05, 0.3, 0.1, 0.2, 0.1]  # of the steps; a warm restart begins at 0
+RATES = [0.1, 0.2, 0.05, 0.0, 0.05, 0.0, 0.1, 0.2, 0.1]  # of the steps; a warm restart begins at 0
 SIZES = (91, 5)  # of the parts of Quadratic, which have optimizer groups of their own
 
 
@@ -27,8 +27,8 @@ def oracle(n, sync_every, slow_momentum, slow_lr):
             for e in range(numel):
                 rate = base * factor[e]
                 delta = reference[e] - sum(x[e] for x in weights) / n
-                slow[e] = slow_momentum * slow[e] + (delta / rate if rate else 0.0)
-                reference[e] -= slow_lr * rate * slow[e]
+                slow[e] = slow_momentum * slow[e] + delta / rate if rate else slow[e]
+                reference[e] -= slow_lr * (rate * slow[e] if rate else delta)
             weights = [list(reference) for _ in range(n)]
         history.append([list(x) for x in weights])
     return history

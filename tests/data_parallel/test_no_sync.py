@@ -75,6 +75,8 @@ def _other_numbers(rank, world_size):
                 for step in range(2):
                     loss_of(model, batch(rank, step)).backward()
         model.zero_grad()
+        with pytest.raises(InvalidArgument, match=r"weight\(\) inside accumulate"), model.bagua.accumulate(1):
+            model.bagua.weight(3)
         with pytest.raises(InvalidArgument, match=r"accumulate\(1\): 2 backwards inside have synchronised"):
             with model.bagua.accumulate(1):
                 for step in range(2):
