@@ -206,6 +206,18 @@ def test_ranks_meet_in_a_round_of_their_own(earlier, last):
     assert time.monotonic() - begin < 3
 
 
+def test_an_earlier_failure_is_believed_after_a_while(monkeypatch):
+    """It may be of an earlier start, which another rank would close meanwhile; here none does."""
+    monkeypatch.setattr(rendezvous, "_EARLIER_FAULT_SECONDS", EARLIER_S)
+    store = dist.HashStore()
+    store.set("fault", "1 rank 1: a mistake")
+    begin = time.monotonic()
+    with pytest.raises(bagua.errors.RemoteError, match=r"gave up during the rendezvous: rank 1: a mistake") as raised:
+        with rendezvous.meeting(store, 0, 2, timedelta(seconds=LONG_S), outlives_ranks=True) as met:
+            met.exchange(record(0, 2), None)
+    assert raised.value.rank == 1 and EARLIER_S <= time.monotonic() - begin < QUICKLY_S
+
+
 def comes_to_a_later_round(rank, world_size):
     """Rank 1's agent restarts it for rank 0's failure, and has not counted that; the store has both ranks' claims."""
     launch = config.launch_environment()
