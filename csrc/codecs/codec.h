@@ -26,15 +26,13 @@
 
 namespace bagua {
 
-inline constexpr int kNumCodecVariants = 8;
-
 class Codec {
  public:
   virtual ~Codec() = default;
 
   virtual std::string_view name() const = 0;
-  // Tells codecs of one name and different options apart, 0 to kNumCodecVariants - 1: ranks compare it before they
-  // communicate.
+  // Tells codecs of one name and different options apart: ranks compare it before they communicate. The variants of a
+  // name are 0, 1, ..., without a gap.
   virtual int variant() const { return 0; }
   virtual size_t block_numel() const = 0;
   virtual size_t wire_bytes(size_t numel, DType dtype) const = 0;
@@ -87,8 +85,9 @@ class CodecOptions {
 
 using CodecFactory = std::function<std::unique_ptr<Codec>(CodecOptions&)>;
 
-// Called by a static initialiser in each codec's file. An InternalError: a name registered twice, more codecs than have
-// numbers, options whose codecs have the same variant or one out of range.
+// Called by a static initialiser in each codec's file. The factory throws InvalidArgument for a combination of options
+// that it refuses. An InternalError: a name registered twice, more codecs than have numbers, options whose codecs have
+// the same variant or one out of range.
 bool register_codec(std::string_view name, CodecFactory factory);
 // The process-wide instance for a name, or a name with options; an unknown one is an InvalidArgument that lists the
 // registered ones.
@@ -96,7 +95,7 @@ const Codec& get_codec(std::string_view spec);
 std::vector<std::string> registered_codecs();
 
 // The number that stands for a codec and its options in Operation::codec: not 0, and equal on all ranks of one version,
-// because it counts the registered names in their order.
+// because it counts the variants of the registered names in their order.
 uint8_t codec_number(const Codec& codec);
 // "qsgd:bits=4"; with default options the name alone; empty for a number that no codec here has.
 std::string codec_spec(uint8_t number);

@@ -1,7 +1,7 @@
 // The table of codecs: filled by the static initialisers of the codec files while the module loads, read
-// by every rank's threads afterwards. Number 1 + 8 i + v stands for variant v of name i of the sorted names.
+// by every rank's threads afterwards. The numbers count the variants of the first of the sorted names, then those of
+// the second, and so on, from 1.
 #include <algorithm>
-#include <array>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -12,11 +12,11 @@
 namespace bagua {
 namespace {
 
-constexpr size_t kMaxCodecs = 255 / kNumCodecVariants;  // whose numbers fit in a byte
+constexpr size_t kMaxNumber = 255;  // fits in a byte
 
 struct Entry {
   CodecFactory factory;
-  std::array<std::string, kNumCodecVariants> specs;  // by variant; empty where there is none
+  std::vector<std::string> specs;  // by variant
 };
 
 struct Registry {
@@ -42,17 +42,24 @@ Registry& registry() {
   throw Error(ErrorKind::kInternal, "codec \"" + std::string(name) + "\" " + reason);
 }
 
-// Makes the codec once with every combination of its options.
-std::array<std::string, kNumCodecVariants> specs_by_variant(std::string_view name, const CodecFactory& factory) {
-  std::array<std::string, kNumCodecVariants> specs;
+// The specs of all combinations of options that the factory accepts, by variant.
+std::vector<std::string> specs_by_variant(std::string_view name, const CodecFactory& factory) {
   CodecOptions defaults(name);
   factory(defaults);
+  std::vector<std::pair<std::string, int>> found;
   for (const std::string& spec : defaults.all_specs()) {
-    CodecOptions options(spec);
-    const int variant = factory(options)->variant();
-    if (variant < 0 || variant >= kNumCodecVariants) {
+    try {
+      CodecOptions options(spec);
+      found.emplace_back(spec, factory(options)->variant());
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kInvalidArgument) throw;
+    }
+  }
+  std::vector<std::string> specs(found.size());
+  for (const auto& [spec, variant] : found) {
+    if (variant < 0 || variant >= static_cast<int>(specs.size())) {
       reject_registration(name, "has variant " + std::to_string(variant) + " as " + spec + ", expected 0 to " +
-                                    std::to_string(kNumCodecVariants - 1));
+                                    std::to_string(specs.size() - 1));
     }
     std::string& other = specs[static_cast<size_t>(variant)];
     if (!other.empty()) {
@@ -72,11 +79,14 @@ bool register_codec(std::string_view name, CodecFactory factory) {
   if (all.entries.contains(name)) {
     reject_registration(name, "is registered twice; every codec file registers one name of its own");
   }
-  if (all.entries.size() == kMaxCodecs) {
-    reject_registration(name, "is one more than the " + std::to_string(kMaxCodecs) + " that a number of a byte tells " +
-                                  "apart; widen Operation::codec");
-  }
   auto specs = specs_by_variant(name, factory);
+  size_t num_specs = specs.size();
+  for (const auto& [other, entry] : all.entries) num_specs += entry.specs.size();
+  if (num_specs > kMaxNumber) {
+    reject_registration(name, "makes the options of all codecs " + std::to_string(num_specs) + ", more than the " +
+                                  std::to_string(kMaxNumber) + " that a number of a byte tells apart; widen " +
+                                  "Operation::codec");
+  }
   all.entries.emplace(std::string(name), Entry{std::move(factory), std::move(specs)});
   return true;
 }
@@ -109,21 +119,27 @@ std::vector<std::string> registered_codecs() {
 uint8_t codec_number(const Codec& codec) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.entries.find(codec.name());
   const int variant = codec.variant();
-  if (found == all.entries.end() || variant < 0 || variant >= kNumCodecVariants) {
-    reject_registration(codec.name(), "of variant " + std::to_string(variant) + " is not registered");
+  size_t number = 1;
+  for (const auto& [name, entry] : all.entries) {
+    if (name == codec.name() && variant >= 0 && variant < static_cast<int>(entry.specs.size())) {
+      return static_cast<uint8_t>(number + static_cast<size_t>(variant));  // at most kMaxNumber
+    }
+    number += entry.specs.size();
   }
-  const auto index = static_cast<int>(std::distance(all.entries.begin(), found));
-  return static_cast<uint8_t>(1 + kNumCodecVariants * index + variant);  // at most 248, by kMaxCodecs
+  reject_registration(codec.name(), "of variant " + std::to_string(variant) + " is not registered");
 }
 
 std::string codec_spec(uint8_t number) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const size_t offset = number - size_t{1}, index = offset / kNumCodecVariants;  // of 0: past the end
-  if (index >= all.entries.size()) return "";
-  return std::next(all.entries.begin(), static_cast<std::ptrdiff_t>(index))->second.specs[offset % kNumCodecVariants];
+  if (number == 0) return "";
+  size_t variant = number - size_t{1};
+  for (const auto& [name, entry] : all.entries) {
+    if (variant < entry.specs.size()) return entry.specs[variant];
+    variant -= entry.specs.size();
+  }
+  return "";
 }
 
 CodecOptions::CodecOptions(std::string_view spec) : name_(spec.substr(0, spec.find(':'))) {

@@ -24,6 +24,7 @@
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/topk.h"
+#include "csrc/kernels/topk_chunk.h"
 #include "csrc/kernels/weighted_sum.h"
 
 namespace bagua::kernels {
@@ -213,6 +214,11 @@ struct BlockCodec {
   void (*check_option)(int option);
 };
 
+void check_k(int k) {
+  if (k >= 8 && k <= static_cast<int>(kTopkMaxK) && (k & (k - 1)) == 0) return;
+  reject("topk: k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
+}
+
 constexpr BlockCodec kHalfCodec = {"half", cpu::kHalf, cuda::kHalf, 1, [](int dtype) {
                                      check_one_of(is_half(static_cast<DType>(dtype)), "half", "the wire's dtype",
                                                   static_cast<DType>(dtype), "float16, bfloat16");
@@ -229,10 +235,9 @@ constexpr BlockCodec kQsgdCodec = {"qsgd", cpu::kQsgd, cuda::kQsgd, kBlockNumel,
                                      if (bits == 8 || bits == 4 || bits == 2) return;
                                      reject("qsgd: bits is " + std::to_string(bits) + ", expected 8, 4 or 2");
                                    }};
-constexpr BlockCodec kTopkCodec = {"topk", cpu::kTopk, cuda::kTopk, kBlockNumel, [](int k) {
-                                     if (k >= 8 && k <= static_cast<int>(kTopkMaxK) && (k & (k - 1)) == 0) return;
-                                     reject("topk: k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
-                                   }};
+constexpr BlockCodec kTopkCodec = {"topk", cpu::kTopk, cuda::kTopk, kBlockNumel, check_k};
+constexpr BlockCodec kTopkChunkCodec = {"topk_chunk", cpu::kTopkChunk, cuda::kTopkChunk, kTopkChunkNumel,
+                                        [](int option) { check_k(TopkChunk::of(option).k); }};
 
 void check_first(const BlockCodec& codec, CounterRng rng) {
   if (rng.first % codec.block_numel == 0) return;
@@ -313,6 +318,7 @@ const BlockKernels kMinmaxUint8 = kDispatched<kMinmaxUint8Codec>;
 const BlockKernels kOnebit = kDispatched<kOnebitCodec>;
 const BlockKernels kQsgd = kDispatched<kQsgdCodec>;
 const BlockKernels kTopk = kDispatched<kTopkCodec>;
+const BlockKernels kTopkChunk = kDispatched<kTopkChunkCodec>;
 
 void subtract(float* destination, const float* source, size_t numel, Stream stream) {
   run(

@@ -27,6 +27,7 @@
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/subtract.h"
 #include "csrc/kernels/topk.h"
+#include "csrc/kernels/topk_chunk.h"
 #include "csrc/kernels/weighted_sum.h"
 #include "csrc/tests/test_kernels_oracle.h"
 
@@ -610,7 +611,7 @@ struct Case {
   std::function<void(const Addresses&, Stream)> launch;
 };
 
-constexpr size_t kNumel = 5000;  // three blocks of every codec, the last one short
+constexpr size_t kNumel = 5000;  // two or three blocks of every codec, the last one short
 
 Bytes zeros(size_t bytes) { return Bytes(bytes, 0); }
 
@@ -694,7 +695,7 @@ std::vector<Case> all_cases() {
   // A codec encodes what holds a NaN and what does not, and decodes the latter.
   const auto add_codec = [&](const std::string& codec, const BlockKernels& kernels, int option, size_t wire_bytes) {
     const std::string variant = option == 0 ? "" : " " + std::to_string(option);
-    constexpr CounterRng kRng{7, 2048};
+    constexpr CounterRng kRng{7, 4096};
     for (const DType dtype : kCodec) {
       for (const bool has_nan : {false, true}) {
         cases.push_back({name(codec + "_encode" + variant, dtype) + (has_nan ? " NaN" : ""),
@@ -756,6 +757,9 @@ std::vector<Case> all_cases() {
   add_codec("onebit", kOnebit, 0, onebit_wire_bytes(kNumel));
   for (const int bits : {8, 4, 2}) add_codec("qsgd", kQsgd, bits, qsgd_wire_bytes(kNumel, bits));
   for (const int k : {8, 256}) add_codec("topk", kTopk, k, topk_wire_bytes(kNumel, k));
+  for (const int option : {TopkChunk{8, false}.option(), TopkChunk{64, true}.option()}) {
+    add_codec("topk_chunk", kTopkChunk, option, topk_chunk_wire_bytes(kNumel, option));
+  }
   for (const DType from : kCodec) {
     cases.push_back({name("cast_add", from),
                      "cast_add",

@@ -23,6 +23,7 @@
 #include "csrc/kernels/cpu/reduce.cc"
 #include "csrc/kernels/cpu/subtract.cc"
 #include "csrc/kernels/cpu/topk.cc"
+#include "csrc/kernels/cpu/topk_chunk.cc"
 #include "csrc/kernels/cpu/weighted_sum.cc"
 #include "csrc/tests/test_kernels_oracle.h"
 
@@ -311,6 +312,27 @@ TEST(BAGUA_CLONE_SUITE, Topk) {
       kernels::cpu::kTopk.encode(k, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
       kernels::kTopk.encode(k, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "k " << k << ", seed " << seed;
+    }
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, TopkChunk) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (int option : {kernels::TopkChunk{8, false}.option(), kernels::TopkChunk{64, true}.option()}) {
+    const size_t num_bytes = kernels::topk_chunk_wire_bytes(kCloneNumel, option);
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      Array source(kCloneNumel * 4, 0), got(num_bytes, 1), expected(num_bytes, 0);
+      fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+      // Subnormal, huge, and with many ties.
+      if (seed % 4 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+      if (seed % 4 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+      for (size_t i = 0; seed % 4 == 3 && i < kCloneNumel; ++i)
+        source.as<float>()[i] = std::rint(source.as<float>()[i]);
+      kernels::cpu::kTopkChunk.encode(option, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr,
+                                      Stream{});
+      kernels::kTopkChunk.encode(option, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr,
+                                 Stream{});
+      ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "option " << option << ", seed " << seed;
     }
   }
 }

@@ -16,6 +16,7 @@
 #include "csrc/kernels/cuda/onebit.cu"
 #include "csrc/kernels/cuda/qsgd.cu"
 #include "csrc/kernels/cuda/topk.cu"
+#include "csrc/kernels/cuda/topk_chunk.cu"
 #undef cuda
 
 namespace bagua {
@@ -64,6 +65,13 @@ const std::vector<Case>& cases() {
       list.push_back(
           {"topk:k=" + std::to_string(k), kernels::kTopk, kernels::cuda_on_fibres::kTopk, k, kernels::topk_wire_bytes});
     }
+    for (int k : {8, 64, 256}) {
+      for (bool has_2_bits : {false, true}) {
+        list.push_back({"topk:chunk=4096,k=" + std::to_string(k) + (has_2_bits ? ",bits=2" : ""), kernels::kTopkChunk,
+                        kernels::cuda_on_fibres::kTopkChunk, kernels::TopkChunk{k, has_2_bits}.option(),
+                        kernels::topk_chunk_wire_bytes});
+      }
+    }
     return list;
   }();
   return all;
@@ -93,6 +101,7 @@ class CudaCodecs : public ::testing::TestWithParam<size_t> {
   const Case& codec() const { return cases()[GetParam()]; }
 
   void expect_encode_and_decode(DType dtype, const std::vector<float>& values, size_t skew) const;
+  void expect_same_decoded(const std::vector<uint8_t>& codes, size_t numel, int count) const;
   void expect_encode_with_residual(DType dtype, const std::vector<float>& values, DType residual_dtype, bool in_place,
                                    bool has_in, size_t skew) const;
   void expect_reduce_encode(DType sent, int count, double factor, size_t numel, int kind, const Residual& residual_like,
@@ -177,11 +186,34 @@ TEST_P(CudaCodecs, BlocksThatAreUnlikeOthersAreTheCpus) {
   }
 }
 
+// The codes of `count` messages, damaged as they may be: all three kernels that read them.
+void CudaCodecs::expect_same_decoded(const std::vector<uint8_t>& codes, size_t numel, int count) const {
+  const size_t wire_bytes = codec().wire_bytes(numel);
+  std::vector<uint8_t> decoded(numel * 4), bytes(wire_bytes);
+  std::vector<float> sums(numel, 1.0f);
+  codec().host.decode(codec().option, DType::kF32, codes.data(), numel, decoded.data(), kCpu);
+  codec().host.decode_add(codec().option, codes.data(), numel, sums.data(), kCpu);
+  codec().host.reduce_encode(codec().option, {codes.data(), wire_bytes, count}, 1.0, {}, numel, bytes.data(), kRng,
+                             nullptr, kCpu);
+  GuardedArray device_codes(codes.size()), device_decoded(numel * 4), device_sums(numel * 4);
+  GuardedArray device_bytes(wire_bytes);
+  device_codes.assign(codes.data());
+  for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = 1.0f;
+  codec().device.decode(codec().option, DType::kF32, device_codes.data(), numel, device_decoded.data(), kCudaStream);
+  codec().device.decode_add(codec().option, device_codes.data(), numel, device_sums.as<float>(), kCudaStream);
+  codec().device.reduce_encode(codec().option, {device_codes.data(), wire_bytes, count}, 1.0, {}, numel,
+                               device_bytes.data(), kRng, nullptr, kCudaStream);
+  ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_decoded, decoded, false, "what is decoded"));
+  ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum"));
+  expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message");
+}
+
 // Elements of a damaged message of topk that are not there are dropped, wherever it is read.
 TEST_P(CudaCodecs, IndicesPastTheEndAreDropped) {
   if (!codec().name.starts_with("topk")) GTEST_SKIP() << "its codes hold no indices";
   const int count = 3;
-  for (size_t numel : {size_t{2048}, size_t{2048 + 300}}) {
+  const bool has_chunks = codec().name.starts_with("topk:chunk");
+  for (size_t numel : has_chunks ? std::vector<size_t>{300, 4096 + 300} : std::vector<size_t>{2048, 2048 + 300}) {
     const size_t wire_bytes = codec().wire_bytes(numel), kept = codec().wire_bytes(2048) / 6;
     std::vector<uint8_t> codes;
     for (int rank = 0; rank < count; ++rank) {
@@ -189,26 +221,14 @@ TEST_P(CudaCodecs, IndicesPastTheEndAreDropped) {
       const std::vector<float> values = testing::random_values(DType::kF32, numel, 40 + static_cast<uint64_t>(rank));
       codec().host.encode(codec().option, DType::kF32, stored(DType::kF32, values).data(), numel, bytes.data(), kRng,
                           nullptr, kCpu);
-      for (size_t j = 0; j < kept; j += 3) bytes[4 * kept + 2 * j + 1] |= j % 2 != 0 ? 0x08 : 0xf8;  // 2048 and more
+      for (size_t j = 0; j < kept && !has_chunks; j += 3) {
+        bytes[4 * kept + 2 * j + 1] |= j % 2 != 0 ? 0x08 : 0xf8;  // 2048 and more
+      }
+      for (size_t j = 1; j <= 3 && has_chunks; ++j) bytes[wire_bytes - j] = 0xff;  // two that are 4095
       codes.insert(codes.end(), bytes.begin(), bytes.end());
     }
-    std::vector<uint8_t> decoded(numel * 4), bytes(wire_bytes);
-    std::vector<float> sums(numel, 1.0f);
-    codec().host.decode(codec().option, DType::kF32, codes.data(), numel, decoded.data(), kCpu);
-    codec().host.decode_add(codec().option, codes.data(), numel, sums.data(), kCpu);
-    codec().host.reduce_encode(codec().option, {codes.data(), wire_bytes, count}, 1.0, {}, numel, bytes.data(), kRng,
-                               nullptr, kCpu);
-    GuardedArray device_codes(codes.size()), device_decoded(numel * 4), device_sums(numel * 4);
-    GuardedArray device_bytes(wire_bytes);
-    device_codes.assign(codes.data());
-    for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = 1.0f;
-    codec().device.decode(codec().option, DType::kF32, device_codes.data(), numel, device_decoded.data(), kCudaStream);
-    codec().device.decode_add(codec().option, device_codes.data(), numel, device_sums.as<float>(), kCudaStream);
-    codec().device.reduce_encode(codec().option, {device_codes.data(), wire_bytes, count}, 1.0, {}, numel,
-                                 device_bytes.data(), kRng, nullptr, kCudaStream);
-    ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_decoded, decoded, false, "what is decoded"));
-    ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum"));
-    expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message");
+    expect_same_decoded(codes, numel, count);
+    if (HasFailure()) return;
   }
 }
 
@@ -365,15 +385,15 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{15}), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{21}), [](const auto& info) {
   std::string name = cases()[info.param].name;
   for (char& letter : name) {
-    if (letter == ':' || letter == '=') letter = '_';
+    if (letter == ':' || letter == '=' || letter == ',') letter = '_';
   }
   return name;
 });
 
-TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 15u); }
+TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 21u); }
 
 }  // namespace
 }  // namespace bagua

@@ -79,6 +79,8 @@ WIRE_BYTES = {  # of one block of n elements
     "topk": lambda n: 6 * min(32, n),
     "topk:k=8": lambda n: 6 * min(8, n),
     "topk:k=256": lambda n: 6 * min(256, n),
+    "topk:chunk=4096": lambda n: math.ceil(44 * min(32, n) / 8),
+    "topk:chunk=4096,k=64,bits=2": lambda n: 4 + math.ceil(min(64, n) / 4) + math.ceil(12 * min(64, n) / 8),
 }
 
 
@@ -86,7 +88,8 @@ WIRE_BYTES = {  # of one block of n elements
 def test_wire_bytes(codec):
     for dtype in DTYPES:
         for numel in (*SIZES, 3 * BLOCK, 10**6):
-            blocks = [BLOCK] * (numel // BLOCK) + ([numel % BLOCK] if numel % BLOCK else [])
+            block = max(BLOCK, codec.block_numel)  # of a cast, which has none, any
+            blocks = [block] * (numel // block) + ([numel % block] if numel % block else [])
             assert codec.wire_bytes(numel, dtype) == sum(map(WIRE_BYTES[codec.spec], blocks))
             if numel <= 10_000:
                 assert codec.encode(torch.ones(numel, dtype=dtype)).numel() == codec.wire_bytes(numel, dtype)
@@ -206,10 +209,11 @@ def test_a_replay_gives_the_same_bytes(codec):
 @in_pairs(2)
 def test_messages_can_be_cut_between_blocks(codec, dtype):
     """The code of a block depends on the block, and with a random codec on its place, not on the number that follow."""
-    x = torch.randn(5 * BLOCK + 100, generator=torch.Generator().manual_seed(6)).to(dtype)
+    block = max(BLOCK, codec.block_numel)
+    x = torch.randn(5 * block + 100, generator=torch.Generator().manual_seed(6)).to(dtype)
     encoded = codec.encode(x, key=9)
     decoded = codec.decode(encoded, x.numel(), dtype)
-    for cut in range(BLOCK, x.numel(), BLOCK):
+    for cut in range(block, x.numel(), block):
         cut_bytes = codec.wire_bytes(cut, dtype)
         assert torch.equal(codec.encode(x[:cut], key=9), encoded[:cut_bytes])
         assert torch.equal(codec.decode(encoded[cut_bytes:], x.numel() - cut, dtype), decoded[cut:])
@@ -269,9 +273,9 @@ def test_qsgd_is_off_by_less_than_a_step(spec, num_levels):
 def _lost_and_sent(codec, x):
     """Yields for each block the squares of the errors, of the elements, and its elements, in float64 loops."""
     decoded = _passed_through(codec, x)
-    for begin in range(0, x.numel(), BLOCK):
-        block = x[begin : begin + BLOCK].double().tolist()
-        got = decoded[begin : begin + BLOCK].double().tolist()
+    for begin in range(0, x.numel(), codec.block_numel):
+        block = x[begin : begin + codec.block_numel].double().tolist()
+        got = decoded[begin : begin + codec.block_numel].double().tolist()
         lost = math.fsum((a - b) ** 2 for a, b in zip(block, got, strict=True))
         yield lost, math.fsum(a * a for a in block), block
 
@@ -290,13 +294,14 @@ def test_onebit_contracts(dtype):
             assert lost <= (1 - 1 / len(block)) * squares + rounding
 
 
-@in_turns("k, dtype", [8, 32, 256], DTYPES)
-def test_topk_contracts(k, dtype):
+@in_turns("options, dtype", [{"k": 8}, {"k": 32}, {"k": 256}, {"k": 64, "chunk": 4096}], DTYPES)
+def test_topk_contracts(options, dtype):
     """|x - C(x)|^2 are the squares of all but the k largest, at most (1 - k / d) |x|^2 of a block of d elements."""
+    codec, k = bagua.codecs.get("topk", **options), options["k"]
     generator = torch.Generator().manual_seed(11)
-    for numel in (1, 100, 2 * BLOCK + 77):
+    for numel in (1, 100, 2 * codec.block_numel + 77):
         for x in (torch.randn(numel, generator=generator).to(dtype), torch.ones(numel, dtype=dtype)):
-            for lost, squares, block in _lost_and_sent(bagua.codecs.get("topk", k=k), x):
+            for lost, squares, block in _lost_and_sent(codec, x):
                 largest_first = sorted(map(abs, block), reverse=True)
                 assert lost == pytest.approx(math.fsum(a * a for a in largest_first[k:]), rel=1e-12)
                 assert lost <= max(0, 1 - k / len(block)) * squares * (1 + 1e-12)
@@ -331,7 +336,8 @@ def test_its_spec_names_it(codec):
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "default", "others"), [("qsgd", "bits", 8, (4, 2)), ("topk", "k", 32, (8,))]
+    ("name", "option", "default", "others"),
+    [("qsgd", "bits", 8, (4, 2)), ("topk", "k", 32, (8,)), ("topk", "chunk", 2048, (4096,))],
 )
 def test_options(name, option, default, others):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(13))
@@ -349,6 +355,8 @@ def test_bad_options():
         bagua.codecs.get("qsgd", bits=3)
     with pytest.raises(InvalidArgument, match='codec "topk": k is 33, expected one of 32, 8, 16, 64, 128, 256'):
         bagua.codecs.get("topk", k=33)
+    with pytest.raises(InvalidArgument, match='codec "topk": bits=2 needs chunk=4096; give that too'):
+        bagua.codecs.get("topk", bits=2)
     with pytest.raises(InvalidArgument, match="options are given as name:option=value"):
         bagua.codecs.get("qsgd:4")
     with pytest.raises(InvalidArgument, match="'qsgd:bits=4' has options in its name and bits=2 beside it"):

@@ -16,8 +16,8 @@ def encode(xp, spec, x, key=0):
     if name in ("fp16", "bf16"):
         return xp.ascontiguousarray(_TO_HALF[name](xp, x)).view(xp.uint8)
     parts, keys = [], []
-    for start, rows in _rows(xp, x):
-        keys = [_derived(key, start // BLOCK + row) for row in range(len(rows))]
+    for start, rows in _rows(xp, x, _block_of(name)):
+        keys = [_derived(key, start // _block_of(name) + row) for row in range(len(rows))]
         is_bad = ~xp.isfinite(rows).all(1, keepdims=True)
         parts.append(_ENCODE[name](xp, rows, is_bad, option, keys).reshape(-1))
     return xp.concatenate(parts) if parts else xp.zeros(0, xp.uint8)
@@ -75,16 +75,23 @@ def to_bf16(xp, x):
 
 
 def _parsed(spec):
-    name, _, option = spec.partition(":")
-    default = {"qsgd": 8, "topk": 32}.get(name)
-    return name, int(option.partition("=")[2]) if option else default
+    name, _, given = spec.partition(":")
+    options = dict(one.split("=") for one in given.split(",") if one)
+    if "chunk" in options:
+        return "topk_chunk", (int(options.get("k", 32)), int(options.get("bits", 32)))
+    option = {"qsgd": ("bits", 8), "topk": ("k", 32)}.get(name)
+    return name, option and int(options.get(*option))
 
 
-def _rows(xp, x):
+def _block_of(name):
+    return 4096 if name == "topk_chunk" else BLOCK
+
+
+def _rows(xp, x, block):
     """Yields (first element, blocks of one length as rows): the whole blocks, and then the short one."""
-    whole = len(x) // BLOCK * BLOCK
+    whole = len(x) // block * block
     if whole:
-        yield 0, x[:whole].reshape(-1, BLOCK)
+        yield 0, x[:whole].reshape(-1, block)
     if whole < len(x):
         yield whole, x[whole:].reshape(1, -1)
 
@@ -96,7 +103,8 @@ def _decoded(xp, spec, message, numel):
         dtype, raw = ("float16", xp.float16) if name == "fp16" else ("bfloat16", xp.uint16)
         return widen(xp, message.view(raw), dtype), xp.ones(numel, bool)
     values, is_sent, at = [], [], 0
-    for count, length in ((numel // BLOCK, BLOCK), (int(numel % BLOCK > 0), numel % BLOCK)):
+    block = _block_of(name)
+    for count, length in ((numel // block, block), (int(numel % block > 0), numel % block)):
         if not count:
             continue
         row_bytes = _ROW_BYTES[name](length, option)
@@ -338,14 +346,19 @@ def _onebit_decode(xp, rows, length, _option):
 # ---- topk
 
 
-def _topk_encode(xp, rows, is_bad, k, _keys):
+def _topk_chosen(xp, rows, is_bad, k):
+    """Returns the places of the k largest, in order, of bad rows the first."""
     length = rows.shape[1]
     count = min(k, length)
     magnitudes = (rows.view(xp.int32) & xp.int32(0x7FFFFFFF)).astype(xp.int64)
     places = xp.arange(length, dtype=xp.int64)
     # Sorts by magnitude, of equal ones the lower place first: no two are equal, so it does not matter how.
     order = xp.argsort(-(magnitudes * 4096 + (4095 - places)), axis=1)[:, :count]
-    chosen = xp.where(is_bad, places[:count], xp.sort(order, axis=1))
+    return xp.where(is_bad, places[:count], xp.sort(order, axis=1))
+
+
+def _topk_encode(xp, rows, is_bad, k, _keys):
+    chosen = _topk_chosen(xp, rows, is_bad, k)
     values = xp.take_along_axis(rows, chosen, axis=1)
     return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, values), xp.uint32), _bytes(xp, chosen, xp.uint16)], 1)
 
@@ -354,17 +367,103 @@ def _topk_decode(xp, rows, length, k):
     count = min(k, length)
     values = _numbers(xp, rows[:, : 4 * count], xp.float32)
     places = _numbers(xp, rows[:, 4 * count :], xp.uint16).astype(xp.int64)
-    found, is_sent = xp.zeros((len(rows), length), xp.float32), xp.zeros((len(rows), length), bool)
-    row = xp.arange(len(rows))[:, None]
+    return _topk_scattered(xp, values, places, length)
+
+
+def _topk_scattered(xp, values, places, length):
+    found, is_sent = xp.zeros((len(values), length), xp.float32), xp.zeros((len(values), length), bool)
+    row = xp.arange(len(values))[:, None]
     found[row, places] = values
     is_sent[row, places] = True
     is_bad = ~xp.isfinite(values[:, :1])
     return xp.where(is_bad, xp.float32("nan"), found), is_sent | is_bad
 
 
+# ---- topk with chunk=4096
+
+
+def _packed_bits(xp, rows, num_bits):
+    """Packs rows of numbers, each of so many bits, from the lowest bits up."""
+    count = rows.shape[1]
+    bits = (rows[:, :, None].astype(xp.int64) >> xp.arange(num_bits)) & 1
+    filled = xp.zeros((len(rows), -(-count * num_bits // 8) * 8), xp.int64)
+    filled[:, : count * num_bits] = bits.reshape(len(rows), -1)
+    return (filled.reshape(len(rows), -1, 8) << xp.arange(8)).sum(2).astype(xp.uint8)
+
+
+def _unpacked_bits(xp, rows, num_bits, count):
+    bits = ((rows[:, :, None].astype(xp.int64) >> xp.arange(8)) & 1).reshape(len(rows), -1)[:, : count * num_bits]
+    return (bits.reshape(len(rows), count, num_bits) << xp.arange(num_bits)).sum(2)
+
+
+def _chunk_mean(xp, magnitudes, is_one):
+    """Returns the mean of those of each row that are taken, in 32 lanes; NaN where there are none."""
+    count = magnitudes.shape[1]
+    total = xp.zeros((len(magnitudes), 32), xp.float64)
+    for begin in range(0, count, 32):
+        width = min(32, count - begin)
+        taken = xp.where(is_one, magnitudes, 0.0)[:, begin : begin + width]
+        total[:, :width] = total[:, :width] + taken
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    num = is_one.sum(1, keepdims=True)
+    return xp.where(num > 0, total / xp.maximum(num, 1), xp.float64("nan"))
+
+
+def _topk_chunk_encode(xp, rows, is_bad, option, _keys):
+    k, num_bits = option
+    chosen = _topk_chosen(xp, rows, is_bad, k)
+    values = xp.take_along_axis(rows, chosen, axis=1)
+    indices = _packed_bits(xp, chosen, 12)
+    if num_bits == 32:
+        return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, values), xp.uint32), indices], 1)
+    magnitudes = xp.where(is_bad, 0.0, xp.abs(values).astype(xp.float64))
+    mean = _chunk_mean(xp, magnitudes, xp.ones(magnitudes.shape, bool))
+    lower, upper = (_chunk_mean(xp, magnitudes, is_one) for is_one in (magnitudes <= mean, magnitudes > mean))
+    both = xp.concatenate([lower, xp.where(xp.isnan(upper), lower, upper)], 1).astype(xp.float32)
+    bits = both.view(xp.uint32) & xp.uint32(0xFFFF0000)
+    levels = bits.view(xp.float32)
+    middle = levels[:, :1] / xp.float32(2) + levels[:, 1:] / xp.float32(2)
+    codes = xp.where(is_bad, 0, 2 * (xp.abs(values) > middle) + xp.signbit(values))
+    header = _bytes(xp, xp.where(is_bad, xp.uint32(NAN), bits) >> xp.uint32(16), xp.uint16)
+    return xp.concatenate([header, _packed_bits(xp, codes, 2), indices], 1)
+
+
+def _topk_chunk_decode(xp, rows, length, option):
+    k, num_bits = option
+    count = min(k, length)
+    codes_bytes = 4 * count if num_bits == 32 else 4 + -(-count // 4)
+    places = _unpacked_bits(xp, rows[:, codes_bytes:], 12, count)
+    if num_bits == 32:
+        return _topk_scattered(xp, _numbers(xp, rows[:, :codes_bytes], xp.float32), places, length)
+    levels = (_numbers(xp, rows[:, :4], xp.uint16).astype(xp.uint32) << xp.uint32(16)).view(xp.float32)
+    codes = _unpacked_bits(xp, rows[:, 4:codes_bytes], 2, count)
+    values = xp.where(codes >= 2, levels[:, 1:], levels[:, :1])
+    return _topk_scattered(xp, xp.where(codes % 2 == 1, -values, values), places, length)
+
+
+def _topk_chunk_bytes(length, option):
+    k, num_bits = option
+    count = min(k, length)
+    return (4 * count if num_bits == 32 else 4 + -(-count // 4)) + -(-12 * count // 8)
+
+
 _TO_HALF = {"fp16": to_f16, "bf16": to_bf16}
-_ENCODE = {"minmax_uint8": _minmax_encode, "qsgd": _qsgd_encode, "onebit": _onebit_encode, "topk": _topk_encode}
-_DECODE = {"minmax_uint8": _minmax_decode, "qsgd": _qsgd_decode, "onebit": _onebit_decode, "topk": _topk_decode}
+_ENCODE = {
+    "minmax_uint8": _minmax_encode,
+    "qsgd": _qsgd_encode,
+    "onebit": _onebit_encode,
+    "topk": _topk_encode,
+    "topk_chunk": _topk_chunk_encode,
+}
+_DECODE = {
+    "minmax_uint8": _minmax_decode,
+    "qsgd": _qsgd_decode,
+    "onebit": _onebit_decode,
+    "topk": _topk_decode,
+    "topk_chunk": _topk_chunk_decode,
+}
 _ENCODE |= {name: _float_encode(name) for name in _FLOATS}
 _DECODE |= {name: _float_decode(name) for name in _FLOATS}
 _ROW_BYTES = {
@@ -376,4 +475,5 @@ _ROW_BYTES = {
     "qsgd": lambda length, bits: 4 + _padded(length, bits) * bits // 8,
     "onebit": lambda length, _: 4 + -(-length // 8),
     "topk": lambda length, k: 6 * min(k, length),
+    "topk_chunk": _topk_chunk_bytes,
 }

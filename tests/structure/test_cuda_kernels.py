@@ -31,7 +31,7 @@ BLOCK_THREADS = re.compile(r"(?:MinmaxUint8|Topk)<(\d+)>|(?:Qsgd|SmallFloat)<\d,
 OTHER_BLOCK_THREADS = {"<Onebit": 64, "reduce_encode_scattered_kernel": 64}
 DTYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "bool"]
 # Kernels that divide, in f32 or f64: the instructions for that are fused multiply-adds.
-DIVIDING = re.compile(r"Minmax|Qsgd|SmallFloat|Onebit|Reduce<f64, Plain, Sum, |^adam_kernel")
+DIVIDING = re.compile(r"Minmax|Qsgd|SmallFloat|Onebit|code_chunks|Reduce<f64, Plain, Sum, |^adam_kernel")
 LOAD, STORE = {"LDG"}, {"STG"}
 # The other side of encoding and decoding are codes: four bytes per thread, 128 per warp, because headers misalign them.
 HOT = {
@@ -40,6 +40,10 @@ HOT = {
     r"^decode_add_kernel<": LOAD | STORE,
     r"^encode_with_residual_kernel<\w+(<[\d, ]+>)?, f32, ": LOAD | STORE,
     r"^reduce_encode(_scattered)?_kernel<(\w+(<[\d, ]+>)?, )?true, ": LOAD | STORE,
+    r"^encode_chunks_kernel<f32>": LOAD,
+    r"^decode_chunks_kernel<f32>": STORE,
+    r"^encode_chunks_with_residual_kernel<f32>": LOAD | STORE,
+    r"^reduce_encode_chunks_kernel<true>": LOAD | STORE,
     r"^elementwise_kernel<(HalfEncode|HalfEncodeWithResidual)<f32": LOAD | STORE,
     r"^elementwise_kernel<(HalfReduceEncode|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
