@@ -30,6 +30,7 @@ EVERY_STEP = {
     "local_sgd": {"sync_every": 1},
     "diloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
     "noloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "consensus": 1.0},
+    "sparseloco": {"sync_every": 1, "outer_lr": 1.0, "feedback_decay": 1.0, "codec": "bf16", "clip_to_median": False},
     "slowmo": {"sync_every": 1, "slow_momentum": 0.0},
     "async_averaging": {"sync_interval": 0.0},
 }
