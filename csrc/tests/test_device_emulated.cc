@@ -753,7 +753,8 @@ std::vector<Case> all_cases() {
   add_codec("onebit", kOnebit, 0, onebit_wire_bytes(kNumel));
   for (const int bits : {8, 4, 2}) add_codec("qsgd", kQsgd, bits, qsgd_wire_bytes(kNumel, bits));
   for (const int k : {8, 256}) add_codec("topk", kTopk, k, topk_wire_bytes(kNumel, k));
-  for (const int option : {TopkChunk{8, false}.option(), TopkChunk{64, true}.option()}) {
+  for (const int option :
+       {TopkChunk{8, false}.option(), TopkChunk{64, true}.option(), TopkChunk{32, false, true}.option()}) {
     add_codec("topk_chunk", kTopkChunk, option, topk_chunk_wire_bytes(kNumel, option));
   }
   for (const DType from : kCodec) {

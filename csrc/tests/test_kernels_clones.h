@@ -295,7 +295,8 @@ TEST(BAGUA_CLONE_SUITE, Topk) {
 
 TEST(BAGUA_CLONE_SUITE, TopkChunk) {
   BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
-  for (int option : {kernels::TopkChunk{8, false}.option(), kernels::TopkChunk{64, true}.option()}) {
+  for (int option : {kernels::TopkChunk{8, false}.option(), kernels::TopkChunk{64, true}.option(),
+                     kernels::TopkChunk{64, true, true}.option()}) {
     const size_t num_bytes = kernels::topk_chunk_wire_bytes(kCloneNumel, option);
     for (uint64_t seed = 0; seed < 20; ++seed) {
       Array source(kCloneNumel * 4, 0), got(num_bytes, 1), expected(num_bytes, 0);
@@ -310,6 +311,10 @@ TEST(BAGUA_CLONE_SUITE, TopkChunk) {
       kernels::kTopkChunk.encode(option, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr,
                                  Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "option " << option << ", seed " << seed;
+      Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+      kernels::cpu::kTopkChunk.decode_add(option, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+      kernels::kTopkChunk.decode_add(option, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+      ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "option " << option;
     }
   }
 }

@@ -76,6 +76,7 @@ WIRE_BYTES = {  # of one block of n elements
     "topk:k=8": lambda n: 6 * min(8, n),
     "topk:k=256": lambda n: 6 * min(256, n),
     "topk:chunk=4096": lambda n: math.ceil(44 * min(32, n) / 8),
+    "topk:chunk=4096,dct=1": lambda n: math.ceil(44 * min(32, n) / 8),
     "topk:chunk=4096,k=64,bits=2": lambda n: 4 + math.ceil(min(64, n) / 4) + math.ceil(12 * min(64, n) / 8),
 }
 
@@ -326,8 +327,9 @@ def test_bad_options():
         bagua.codecs.get("qsgd", bits=3)
     with pytest.raises(InvalidArgument, match='codec "topk": k is 33, expected one of 32, 8, 16, 64, 128, 256'):
         bagua.codecs.get("topk", k=33)
-    with pytest.raises(InvalidArgument, match='codec "topk": bits=2 needs chunk=4096; give that too'):
-        bagua.codecs.get("topk", bits=2)
+    for option in ("bits=2", "dct=1"):
+        with pytest.raises(InvalidArgument, match=f'codec "topk": {option} needs chunk=4096; give that too'):
+            bagua.codecs.get(f"topk:{option}")
     with pytest.raises(InvalidArgument, match="options are given as name:option=value"):
         bagua.codecs.get("qsgd:4")
     with pytest.raises(InvalidArgument, match="'qsgd:bits=4' has options in its name and bits=2 beside it"):
