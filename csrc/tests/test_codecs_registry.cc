@@ -21,7 +21,7 @@ TEST(Registry, KnowsItsCodecsByName) {
     EXPECT_EQ(&get_codec(name), &get_codec(name));
   }
   expect_invalid_argument([] { get_codec("fp8"); }, "unknown codec \"fp8\"");
-  expect_invalid_argument([] { get_codec("fp8"); }, "bf16, fp16, minmax_uint8");
+  expect_invalid_argument([] { get_codec("fp8"); }, "the registered codecs are: bf16, ");
 }
 
 TEST(Registry, Options) {

@@ -17,6 +17,7 @@
 
 #include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/centroid.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
 #include "csrc/kernels/half_codec.h"
@@ -749,6 +750,7 @@ std::vector<Case> all_cases() {
   for (const DType wire : {DType::kF16, DType::kBF16}) {
     add_codec("half", kHalf, static_cast<int>(wire), half_wire_bytes(kNumel, 0));
   }
+  add_codec("centroid", kCentroid, 0, centroid_wire_bytes(kNumel));
   add_codec("minmax_uint8", kMinmaxUint8, 0, minmax_uint8_wire_bytes(kNumel));
   add_codec("onebit", kOnebit, 0, onebit_wire_bytes(kNumel));
   for (const int bits : {8, 4, 2}) add_codec("qsgd", kQsgd, bits, qsgd_wire_bytes(kNumel, bits));
@@ -807,7 +809,7 @@ TEST_F(Emulated, EveryKernelHasTheCpusBits) {
     }
   }
   EXPECT_EQ(runtime.counters().launches, expected_launches);
-  EXPECT_EQ(expected_launches.size(), 39u);  // the functions of backend.h
+  EXPECT_EQ(expected_launches.size(), 44u);  // the functions of backend.h
 }
 
 // copy() and fill_zero() of memory.h go to the registered runtime.

@@ -11,6 +11,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/cpu/adam.cc"
 #include "csrc/kernels/cpu/cast.cc"
+#include "csrc/kernels/cpu/centroid.cc"
 #include "csrc/kernels/cpu/copy_to_cold.cc"
 #include "csrc/kernels/cpu/digest.cc"
 #include "csrc/kernels/cpu/half.cc"
@@ -251,6 +252,26 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       kernels::kQsgd.decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
       ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << bits << " bits, seed " << seed;
     }
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Centroid) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  constexpr size_t kNumBytes = kernels::centroid_wire_bytes(kCloneNumel);
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Array source(kCloneNumel * 4, 0), got(kNumBytes, 1), expected(kNumBytes, 0);
+    fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+    if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+    if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+    kernels::cpu::kCentroid.encode(0, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+    kernels::kCentroid.encode(0, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
+    ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
+    Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+    sum.assign(source);
+    expected_sum.assign(source);
+    kernels::cpu::kCentroid.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+    kernels::kCentroid.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
   }
 }
 

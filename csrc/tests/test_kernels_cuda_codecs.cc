@@ -11,6 +11,7 @@
 #include "csrc/tests/test_kernels_cuda.h"
 
 #define cuda cuda_on_fibres
+#include "csrc/kernels/cuda/centroid.cu"
 #include "csrc/kernels/cuda/minmax_uint8.cu"
 #include "csrc/kernels/cuda/onebit.cu"
 #include "csrc/kernels/cuda/qsgd.cu"
@@ -47,6 +48,8 @@ struct Case {
 const std::vector<Case>& cases() {
   static const std::vector<Case> all = [] {
     std::vector<Case> list = {
+        {"centroid", kernels::kCentroid, kernels::cuda_on_fibres::kCentroid, 0,
+         [](size_t numel, int) { return kernels::centroid_wire_bytes(numel); }},
         {"minmax_uint8", kernels::kMinmaxUint8, kernels::cuda_on_fibres::kMinmaxUint8, 0,
          [](size_t numel, int) { return kernels::minmax_uint8_wire_bytes(numel); }},
         {"onebit", kernels::kOnebit, kernels::cuda_on_fibres::kOnebit, 0,
@@ -368,7 +371,7 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
     std::vector<uint8_t> bytes(wire_bytes), decoded(numel * 4);
     for (size_t i = 0; i < wire_bytes; ++i) bytes[i] = static_cast<uint8_t>(i * 5);  // all of them, in another order
     const float header[] = {low, high};
-    std::memcpy(bytes.data(), header, codec().name == "minmax_uint8" ? 8 : 4);
+    std::memcpy(bytes.data(), header, codec().name == "minmax_uint8" || codec().name == "centroid" ? 8 : 4);
     std::vector<float> sums(numel, 0.0f);
     codec().host.decode(codec().option, DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
     codec().host.decode_add(codec().option, bytes.data(), numel, sums.data(), kCpu);
@@ -382,7 +385,7 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{19}), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{20}), [](const auto& info) {
   std::string name = cases()[info.param].name;
   for (char& letter : name) {
     if (letter == ':' || letter == '=' || letter == ',') letter = '_';
@@ -390,7 +393,7 @@ INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{1
   return name;
 });
 
-TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 19u); }
+TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 20u); }
 
 }  // namespace
 }  // namespace bagua

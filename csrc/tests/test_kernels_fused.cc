@@ -176,7 +176,7 @@ TEST(Fused, NonfiniteBlocksAreMarkedAndCounted) {
 
 // Sums begin at +0: what is never added to, and what adds -0, is +0 on the wire.
 TEST(Fused, SumsOfNegativeZerosArePositive) {
-  for (const char* spec : {"minmax_uint8", "qsgd", "onebit", "topk:k=8", "topk:chunk=4096,k=64,bits=2",
+  for (const char* spec : {"minmax_uint8", "qsgd", "onebit", "centroid", "topk:k=8", "topk:chunk=4096,k=64,bits=2",
                            "topk:chunk=4096,dct=1", "fp16", "bf16"}) {
     const Codec& codec = get_codec(spec);
     const std::vector<float> zeros(2100, -0.0f);

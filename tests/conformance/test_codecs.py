@@ -72,6 +72,7 @@ WIRE_BYTES = {  # of one block of n elements
     "qsgd:bits=4": lambda n: 4 + math.ceil(n / 2),
     "qsgd:bits=2": lambda n: 4 + math.ceil(n / 4),
     "onebit": lambda n: 4 + math.ceil(n / 8),
+    "centroid": lambda n: 8 + math.ceil(n / 4),
     "topk": lambda n: 6 * min(32, n),
     "topk:k=8": lambda n: 6 * min(8, n),
     "topk:k=256": lambda n: 6 * min(256, n),
@@ -340,5 +341,5 @@ def test_bad_options():
         with pytest.raises(InvalidArgument, match=f'codec "qsgd": bits is 4:{option}, expected one of 8, 4, 2'):
             bagua.codecs.get(f"qsgd:bits=4:{option}")
     for name in (None, 4, ["qsgd"]):
-        with pytest.raises(InvalidArgument, match=rf"codec .* is a {type(name).__name__}, expected one of bf16, fp16"):
+        with pytest.raises(InvalidArgument, match=rf"codec .* is a {type(name).__name__}, expected one of bf16, "):
             bagua.codecs.get(name)

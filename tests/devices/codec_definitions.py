@@ -27,7 +27,7 @@ def encode(xp, spec, x, key=0):
 def decode(xp, spec, message, numel, dtype):
     """Decodes a message into float32 values, before they are rounded to the type."""
     values = _decoded(xp, spec, message, numel)[0]
-    if _parsed(spec)[0] != "topk_chunk":
+    if _parsed(spec)[0] not in ("centroid", "topk_chunk"):
         return values
     return xp.clip(values, -xp.float32(_LARGEST[dtype]), xp.float32(_LARGEST[dtype]))
 
@@ -278,6 +278,48 @@ def _onebit_decode(xp, rows, length, _option):
     return values, xp.ones(values.shape, bool)
 
 
+# ---- centroid
+
+
+def _lane_mean(xp, numbers):
+    """Returns the mean of each row, in 64 lanes from -0 on."""
+    length = numbers.shape[1]
+    total = xp.full((len(numbers), 64), -0.0, xp.float64)
+    for begin in range(0, length, 64):
+        width = min(64, length - begin)
+        total[:, :width] = total[:, :width] + numbers[:, begin : begin + width]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total / length
+
+
+def _centroid_encode(xp, rows, is_bad, _option, _keys):
+    length = rows.shape[1]
+    numbers = xp.where(is_bad, xp.float32(0), rows).astype(xp.float64)
+    mean = _lane_mean(xp, numbers).astype(xp.float32)
+    center = mean.astype(xp.float64)
+    sigma = xp.sqrt(_lane_mean(xp, (numbers - center) * (numbers - center))).astype(xp.float32)
+    step = 1.5 * sigma.astype(xp.float64)
+    codes = xp.zeros((len(rows), -(-length // 4) * 4), xp.uint8)
+    for threshold in (center - step, center, center + step):
+        codes[:, :length] += (rows > threshold.astype(xp.float32)) & ~is_bad
+    part = codes.shape[1] // 4
+    packed = xp.zeros((len(rows), part), xp.uint8)
+    for index in range(4):
+        packed |= codes[:, index * part : (index + 1) * part] << xp.uint8(2 * index)
+    header = [_bytes(xp, _or_nan(xp, is_bad, number), xp.uint32) for number in (mean, sigma)]
+    return xp.concatenate([*header, packed], 1)
+
+
+def _centroid_decode(xp, rows, length, _option):
+    mean, sigma = (_numbers(xp, rows[:, at : at + 4], xp.float32).astype(xp.float64) for at in (0, 4))
+    codes = xp.concatenate([(rows[:, 8:] >> xp.uint8(2 * index)) & xp.uint8(3) for index in range(4)], 1)
+    levels = mean + (codes[:, :length].astype(xp.float64) - 1.5) * (1.5 * sigma)
+    values = xp.clip(levels, -_LARGEST["float32"], _LARGEST["float32"]).astype(xp.float32)
+    return values, xp.ones(values.shape, bool)
+
+
 # ---- topk
 
 
@@ -436,6 +478,7 @@ _ENCODE = {
     "onebit": _onebit_encode,
     "topk": _topk_encode,
     "topk_chunk": _topk_chunk_encode,
+    "centroid": _centroid_encode,
 }
 _DECODE = {
     "minmax_uint8": _minmax_decode,
@@ -443,11 +486,13 @@ _DECODE = {
     "onebit": _onebit_decode,
     "topk": _topk_decode,
     "topk_chunk": _topk_chunk_decode,
+    "centroid": _centroid_decode,
 }
 _ROW_BYTES = {
     "minmax_uint8": lambda length, _: 8 + length,
     "qsgd": lambda length, bits: 4 + _padded(length, bits) * bits // 8,
     "onebit": lambda length, _: 4 + -(-length // 8),
+    "centroid": lambda length, _: 8 + -(-length // 4),
     "topk": lambda length, k: 6 * min(k, length),
     "topk_chunk": _topk_chunk_bytes,
 }
