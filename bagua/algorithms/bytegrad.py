@@ -21,7 +21,8 @@ class ByteGrad(CompressedGradients):
     """g <- Q(sum over ranks of Q(g)) / n, where Q encodes and decodes.
 
     Args:
-        codec: any of ``bagua.codecs.available()``, with its options; "onebit" and "topk" need ``error_feedback=True``.
+        codec: any of ``bagua.codecs.available()``, with its options; "onebit", "centroid" and "topk" need
+            ``error_feedback=True``.
         average, hierarchical, error_feedback, state_dtype, seed, min_compressed_bytes: as in CompressedGradients.
 
     Example:

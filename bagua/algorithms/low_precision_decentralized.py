@@ -37,8 +37,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
 
     Args:
         interval: every so many steps of an optimizer: after the first, the one `interval` later, and so on.
-        codec: one whose loss is small beside what it encodes: not "onebit" or "topk", since what is lost is not sent
-            later, and not "qsgd:bits=2".
+        codec: one whose loss is small beside what it encodes: not "onebit", "centroid" or "topk", since what is lost is
+            not sent later, and not "qsgd:bits=2".
         seed: what a codec that rounds at random draws from, with the step and the offset of an element.
 
     Example:

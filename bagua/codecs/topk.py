@@ -1,12 +1,14 @@
 """topk: the k elements of largest magnitude of each block of 2048 or 4096, and zeros for the others.
 
 This is a contraction, not a rounding: the error is as large as the input, so algorithms use it with error feedback,
-which adds the error to the next message. Sources: arXiv 1712.01887, 1809.07599; with ``bits=2`` SparseLoCo, 2508.15706.
+which adds the error to the next message. Sources: arXiv 1712.01887, 1809.07599; with ``bits=2`` SparseLoCo, 2508.15706;
+with ``dct=1`` DeMo, 2411.19870.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import torch
@@ -29,6 +31,9 @@ class TopK(Codec):
         bits: 32 sends float32 values. 2, which needs ``chunk=4096``, sends signs and one of two magnitudes per block,
             the mean of those above the mean of what is sent, and the mean of the others: 14 bits per element sent, and
             4 bytes per block. With ``k=64`` that is 116 bytes for 4096 elements.
+        dct: 1, which needs ``chunk=4096``, sends the largest coefficients of each block's orthonormal cosine transform
+            (DCT-II) in place of its elements, which are taken as 64 rows of 64 in their order. The error of an element
+            is then at most the root of the sum of the squares that are lost in its block.
     """
 
     keeps_constants: ClassVar[bool] = False
@@ -36,21 +41,43 @@ class TopK(Codec):
     chunk: int = 2048
     k: int = 32
     bits: int = 32
+    dct: int = 0
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor.detach().reshape(-1).to(torch.float64).abs()
+        values = tensor.detach().reshape(-1).to(torch.float64)
         bound = torch.zeros_like(values)
         for block, block_bound in zip(values.split(self.block_numel), bound.split(self.block_numel), strict=True):
-            if not block.numel():
-                continue
-            largest = block.topk(min(self.k + 1, block.numel())).values
-            if block.numel() > self.k:
-                block_bound.copy_(torch.where(block <= largest[-1], block, 0))
-            if self.bits == 2:
-                sent = largest[: self.k]
-                error = torch.where(block >= sent[-1], _level_error(block, sent, tensor.dtype), 0)
-                torch.maximum(block_bound, error, out=block_bound)
+            if self.dct and block.numel():
+                norm = float(block.norm())
+                lost = self._lost(_coefficients(block).abs(), block.numel(), tensor.dtype)
+                eps = 2.0**-17 + torch.finfo(tensor.dtype).eps
+                block_bound.fill_(float(lost.norm()) * (1 + eps) + eps * norm + 2.0**-127)
+                block_bound += torch.finfo(tensor.dtype).eps * torch.finfo(tensor.dtype).smallest_normal
+            elif block.numel():
+                block_bound.copy_(self._lost(block.abs(), block.numel(), tensor.dtype))
         return bound.reshape(tensor.shape)
+
+    def _lost(self, magnitudes: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the largest error of each of a block's `numel` elements, or of their coefficients."""
+        num_sent = min(self.k, numel)
+        largest = magnitudes.topk(min(num_sent + 1, magnitudes.numel())).values
+        sent, is_whole = largest[:num_sent], num_sent == magnitudes.numel()
+        lost = torch.zeros_like(magnitudes) if is_whole else torch.where(magnitudes <= largest[-1], magnitudes, 0)
+        if self.bits == 2:
+            error = torch.where(magnitudes >= sent[-1], _level_error(magnitudes, sent, dtype), 0)
+            lost = torch.maximum(lost, error)
+        return lost
+
+
+def _coefficients(block: torch.Tensor) -> torch.Tensor:
+    """Returns the 4096 coefficients of a block of up to 4096 elements, which zeros fill up."""
+    side = 64
+    rows = block.new_zeros(side * side)
+    rows[: block.numel()] = block
+    orders = torch.arange(side, dtype=block.dtype, device=block.device)
+    cosines = torch.cos(math.pi / (2 * side) * orders[:, None] * (2 * orders + 1)) * math.sqrt(2 / side)
+    cosines[0] = 1 / math.sqrt(side)
+    return (cosines @ rows.reshape(side, side) @ cosines.T).reshape(-1)
 
 
 def _level_error(magnitudes: torch.Tensor, sent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

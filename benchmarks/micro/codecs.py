@@ -16,7 +16,8 @@ from collections.abc import Callable
 from benchmarks.lib import ranks, report, timing
 
 MEMCPY = "memcpy"
-WITH_OPTIONS = ("qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256", "topk:chunk=4096,k=64,bits=2")
+_CHUNKS = ("topk:chunk=4096,k=64,bits=2", "topk:chunk=4096,dct=1")
+WITH_OPTIONS = ("qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256", *_CHUNKS)
 # Makes glibc use no mmap, whose memory is returned when it is freed, and return no memory from the heap's end.
 _WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 

@@ -5,6 +5,7 @@
 #include "csrc/kernels/topk.h"
 
 #include <bit>
+#include <string>
 
 #include "csrc/codecs/block_codec.h"
 #include "csrc/common/error.h"
@@ -17,14 +18,16 @@ namespace {
   const int chunk = options.one_of("chunk", {kernels::kBlockNumel, kernels::kTopkChunkNumel});
   const int k = options.one_of("k", {32, 8, 16, 64, 128, 256});
   const bool has_2_bits = options.one_of("bits", {32, 2}) == 2;
+  const bool is_dct = options.one_of("dct", {0, 1}) == 1;
   const int variant = std::countr_zero(static_cast<unsigned>(k)) - 3;  // of k 8 is 0, 256 is 5
   if (chunk == static_cast<int>(kernels::kTopkChunkNumel)) {
-    const kernels::TopkChunk of_chunk{k, has_2_bits};
-    return std::make_unique<BlockCodec>("topk", 6 + 2 * variant + has_2_bits, kernels::kTopkChunk, of_chunk.option(),
-                                        kernels::topk_chunk_wire_bytes, kernels::kTopkChunkNumel);
+    const kernels::TopkChunk of_chunk{k, has_2_bits, is_dct};
+    return std::make_unique<BlockCodec>("topk", 6 + 4 * variant + 2 * has_2_bits + is_dct, kernels::kTopkChunk,
+                                        of_chunk.option(), kernels::topk_chunk_wire_bytes, kernels::kTopkChunkNumel);
   }
-  if (has_2_bits) {
-    throw Error(ErrorKind::kInvalidArgument, "codec \"topk\": bits=2 needs chunk=4096; give that too");
+  if (has_2_bits || is_dct) {
+    throw Error(ErrorKind::kInvalidArgument, std::string("codec \"topk\": ") + (has_2_bits ? "bits=2" : "dct=1") +
+                                                 " needs chunk=4096; give that too");
   }
   return std::make_unique<BlockCodec>("topk", variant, kernels::kTopk, k, kernels::topk_wire_bytes);
 });

@@ -34,7 +34,7 @@ void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOpt
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
 
-extern const BlockKernels kHalf, kMinifloat, kMinmaxUint8, kOnebit, kQsgd, kTopk, kTopkChunk;
+extern const BlockKernels kCentroid, kHalf, kMinifloat, kMinmaxUint8, kOnebit, kQsgd, kTopk, kTopkChunk;
 
 }  // namespace cpu
 
@@ -55,7 +55,7 @@ void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOpt
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
 
-extern const BlockKernels kHalf, kMinifloat, kMinmaxUint8, kOnebit, kQsgd, kTopk, kTopkChunk;
+extern const BlockKernels kCentroid, kHalf, kMinifloat, kMinmaxUint8, kOnebit, kQsgd, kTopk, kTopkChunk;
 
 }  // namespace cuda
 

@@ -11,6 +11,7 @@
 #include "csrc/kernels/adam.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/centroid.h"
 #include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
@@ -223,6 +224,7 @@ constexpr BlockCodec kHalfCodec = {"half", cpu::kHalf, cuda::kHalf, 1, [](int dt
                                      check_one_of(is_half(static_cast<DType>(dtype)), "half", "the wire's dtype",
                                                   static_cast<DType>(dtype), "float16, bfloat16");
                                    }};
+constexpr BlockCodec kCentroidCodec = {"centroid", cpu::kCentroid, cuda::kCentroid, kBlockNumel, [](int) {}};
 constexpr BlockCodec kMinifloatCodec = {
     "minifloat", cpu::kMinifloat, cuda::kMinifloat, kBlockNumel, [](int type) {
       if (type >= 0 && type < kNumMinifloats) return;
@@ -312,6 +314,7 @@ constexpr BlockKernels kDispatched = {
 
 }  // namespace
 
+const BlockKernels kCentroid = kDispatched<kCentroidCodec>;
 const BlockKernels kHalf = kDispatched<kHalfCodec>;
 const BlockKernels kMinifloat = kDispatched<kMinifloatCodec>;
 const BlockKernels kMinmaxUint8 = kDispatched<kMinmaxUint8Codec>;

@@ -1,5 +1,6 @@
 // Contract of the sparsifier in chunks: the wire format and the arithmetic of codec `topk` with chunk=4096 (SparseLoCo,
-// arXiv 2508.15706). It loses most of what it encodes, so it is used with error feedback.
+// arXiv 2508.15706; its transform: DeMo, 2411.19870). It loses most of what it encodes, so it is used with error
+// feedback.
 //
 // A chunk is 4096 elements; only the last may be short. Of a chunk kept = min(k, elements) elements travel: those that
 // the selection of topk.h takes. On the wire, all in ascending order of the index:
@@ -9,7 +10,10 @@
 //            and the next of byte j / 4
 //   then ceil(3 kept / 2) bytes of indices: 12 bits each, index j from bit 12 j on
 //
-// Numbers are little-endian, the lowest bits of a byte come first, and the bits that are left over are 0.
+// Numbers are little-endian, the lowest bits of a byte come first, and the bits that are left over are 0. With the
+// transform of arithmetic/dct.h all this is done to the 4096 coefficients of the chunk, which is filled up with zeros
+// and taken as 64 rows of 64, in place of its elements; elements are what the inverse makes of the decoded
+// coefficients.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +39,8 @@ namespace bagua::kernels {
 //
 // A NaN or Inf: the values, or the levels, are NaN (0x7fc00000 and 0x7fc0), the codes 0, the indices 0, 1, 2, ...; a
 // chunk whose first value or level is NaN or Inf decodes to NaN. Only a damaged message holds an index past the end of
-// its chunk: that element is dropped. Or one index twice: what becomes of that element is not defined.
+// its chunk: that element is dropped; a coefficient has none. Or one index twice: what becomes of that element is not
+// defined.
 inline constexpr size_t kTopkChunkNumel = 4096;
 inline constexpr int kTopkChunkIndexBits = 12;
 inline constexpr size_t kTopkChunkLevelBytes = 4;  // of both
@@ -44,10 +49,13 @@ inline constexpr size_t kTopkChunkLevelBytes = 4;  // of both
 struct TopkChunk {
   int k;  // 8, 16, 32, 64, 128 or 256
   bool has_2_bits;
+  bool is_dct = false;
 
-  static constexpr int kHas2Bits = 512;
-  static constexpr TopkChunk of(int option) { return {option % kHas2Bits, (option & kHas2Bits) != 0}; }
-  constexpr int option() const { return k + (has_2_bits ? kHas2Bits : 0); }
+  static constexpr int kHas2Bits = 512, kIsDct = 1024;
+  static constexpr TopkChunk of(int option) {
+    return {option % kHas2Bits, (option & kHas2Bits) != 0, (option & kIsDct) != 0};
+  }
+  constexpr int option() const { return k + (has_2_bits ? kHas2Bits : 0) + (is_dct ? kIsDct : 0); }
 
   // The message of a chunk of which `kept` elements travel.
   constexpr size_t codes_bytes(size_t kept) const {
@@ -66,7 +74,7 @@ constexpr size_t topk_chunk_wire_bytes(size_t numel, int option) {
   return numel / kTopkChunkNumel * chunk.chunk_bytes(kTopkChunkNumel) + (tail == 0 ? 0 : chunk.chunk_bytes(tail));
 }
 
-// `decode_add` leaves the elements that do not travel as they are, a -0 too.
+// `decode_add` leaves the elements that do not travel as they are, a -0 too; with the transform it adds to all.
 extern const BlockKernels kTopkChunk;
 
 }  // namespace bagua::kernels

@@ -54,7 +54,7 @@ double cpu_seconds() {
 void add_codec_cases(Buffers& buffers, size_t numel, std::vector<Case>& cases) {
   std::vector<std::string> specs = bagua::registered_codecs();
   specs.insert(specs.end(), {"qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256", "topk:chunk=4096",
-                             "topk:chunk=4096,k=64,bits=2"});
+                             "topk:chunk=4096,k=64,bits=2", "topk:chunk=4096,dct=1"});
   for (const std::string& name : specs) {
     const bagua::Codec& codec = bagua::get_codec(name);
     cases.push_back({name + " encode", [&, numel] {

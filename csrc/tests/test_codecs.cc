@@ -28,7 +28,7 @@ constexpr DType kCodecTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 void for_each_codec(const std::function<void(const Codec&, DType)>& body) {
   std::vector<std::string> specs = registered_codecs();
   specs.insert(specs.end(), {"qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256", "topk:chunk=4096",
-                             "topk:chunk=4096,k=64,bits=2"});
+                             "topk:chunk=4096,k=64,bits=2", "topk:chunk=4096,dct=1"});
   for (const std::string& spec : specs) {
     for (DType dtype : kCodecTypes) {
       SCOPED_TRACE(spec + " " + std::string(dtype_name(dtype)));

@@ -56,7 +56,9 @@ Plan random_plan(std::mt19937_64& random) {
                           (plan.op == ReduceOp::kSum || plan.op == ReduceOp::kAvg) && plan.kind != CallKind::kReduce &&
                           plan.kind != CallKind::kMessage;
   auto codecs = registered_codecs();
-  std::erase_if(codecs, [](const auto& name) { return name == "onebit" || name == "topk"; });  // no small error
+  std::erase_if(codecs, [](const auto& name) {
+    return name == "centroid" || name == "onebit" || name == "topk";
+  });  // no small error
   if (can_encode && below(3) == 0) plan.codec = &get_codec(codecs[below(codecs.size())]);
   plan.root = static_cast<int>(below(kSize));
   plan.peer = (plan.root + 1 + static_cast<int>(below(kSize - 1))) % static_cast<int>(kSize);

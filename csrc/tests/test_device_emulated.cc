@@ -17,6 +17,7 @@
 
 #include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/centroid.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/digest.h"
 #include "csrc/kernels/half_codec.h"
@@ -750,6 +751,7 @@ std::vector<Case> all_cases() {
   for (const DType wire : {DType::kF16, DType::kBF16}) {
     add_codec("half", kHalf, static_cast<int>(wire), half_wire_bytes(kNumel, 0));
   }
+  add_codec("centroid", kCentroid, 0, centroid_wire_bytes(kNumel));
   for (int type = 0; type < kNumMinifloats; ++type) {
     add_codec("minifloat", kMinifloat, type, minifloat_wire_bytes(kNumel, type));
   }
@@ -757,7 +759,8 @@ std::vector<Case> all_cases() {
   add_codec("onebit", kOnebit, 0, onebit_wire_bytes(kNumel));
   for (const int bits : {8, 4, 2}) add_codec("qsgd", kQsgd, bits, qsgd_wire_bytes(kNumel, bits));
   for (const int k : {8, 256}) add_codec("topk", kTopk, k, topk_wire_bytes(kNumel, k));
-  for (const int option : {TopkChunk{8, false}.option(), TopkChunk{64, true}.option()}) {
+  for (const int option :
+       {TopkChunk{8, false}.option(), TopkChunk{64, true}.option(), TopkChunk{32, false, true}.option()}) {
     add_codec("topk_chunk", kTopkChunk, option, topk_chunk_wire_bytes(kNumel, option));
   }
   for (const DType from : kCodec) {
@@ -810,7 +813,7 @@ TEST_F(Emulated, EveryKernelHasTheCpusBits) {
     }
   }
   EXPECT_EQ(runtime.counters().launches, expected_launches);
-  EXPECT_EQ(expected_launches.size(), 39u);  // the functions of backend.h
+  EXPECT_EQ(expected_launches.size(), 44u);  // the functions of backend.h
 }
 
 // copy() and fill_zero() of memory.h go to the registered runtime.

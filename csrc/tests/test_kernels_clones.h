@@ -11,6 +11,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/cpu/adam.cc"
 #include "csrc/kernels/cpu/cast.cc"
+#include "csrc/kernels/cpu/centroid.cc"
 #include "csrc/kernels/cpu/copy_to_cold.cc"
 #include "csrc/kernels/cpu/digest.cc"
 #include "csrc/kernels/cpu/half.cc"
@@ -277,6 +278,26 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
   }
 }
 
+TEST(BAGUA_CLONE_SUITE, Centroid) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  constexpr size_t kNumBytes = kernels::centroid_wire_bytes(kCloneNumel);
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Array source(kCloneNumel * 4, 0), got(kNumBytes, 1), expected(kNumBytes, 0);
+    fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+    if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+    if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+    kernels::cpu::kCentroid.encode(0, DType::kF32, source.data(), kCloneNumel, got.data(), {}, nullptr, Stream{});
+    kernels::kCentroid.encode(0, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr, Stream{});
+    ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
+    Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+    sum.assign(source);
+    expected_sum.assign(source);
+    kernels::cpu::kCentroid.decode_add(0, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+    kernels::kCentroid.decode_add(0, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
+  }
+}
+
 TEST(BAGUA_CLONE_SUITE, Onebit) {
   BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
   constexpr size_t kNumBytes = kernels::onebit_wire_bytes(kCloneNumel);
@@ -318,7 +339,8 @@ TEST(BAGUA_CLONE_SUITE, Topk) {
 
 TEST(BAGUA_CLONE_SUITE, TopkChunk) {
   BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
-  for (int option : {kernels::TopkChunk{8, false}.option(), kernels::TopkChunk{64, true}.option()}) {
+  for (int option : {kernels::TopkChunk{8, false}.option(), kernels::TopkChunk{64, true}.option(),
+                     kernels::TopkChunk{64, true, true}.option()}) {
     const size_t num_bytes = kernels::topk_chunk_wire_bytes(kCloneNumel, option);
     for (uint64_t seed = 0; seed < 20; ++seed) {
       Array source(kCloneNumel * 4, 0), got(num_bytes, 1), expected(num_bytes, 0);
@@ -333,6 +355,10 @@ TEST(BAGUA_CLONE_SUITE, TopkChunk) {
       kernels::kTopkChunk.encode(option, DType::kF32, source.data(), kCloneNumel, expected.data(), {}, nullptr,
                                  Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "option " << option << ", seed " << seed;
+      Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+      kernels::cpu::kTopkChunk.decode_add(option, got.data(), kCloneNumel, sum.as<float>(), Stream{});
+      kernels::kTopkChunk.decode_add(option, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+      ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "option " << option;
     }
   }
 }

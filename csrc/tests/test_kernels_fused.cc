@@ -30,7 +30,7 @@ constexpr CounterRng kRng{77, 4 * 2048};
 void for_each_codec(const std::function<void(const Codec&)>& body) {
   std::vector<std::string> specs = registered_codecs();
   specs.insert(specs.end(), {"qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256", "topk:chunk=4096",
-                             "topk:chunk=4096,k=64,bits=2"});
+                             "topk:chunk=4096,k=64,bits=2", "topk:chunk=4096,dct=1"});
   for (const std::string& spec : specs) {
     SCOPED_TRACE(spec);
     body(get_codec(spec));
@@ -176,8 +176,8 @@ TEST(Fused, NonfiniteBlocksAreMarkedAndCounted) {
 
 // Sums begin at +0: what is never added to, and what adds -0, is +0 on the wire.
 TEST(Fused, SumsOfNegativeZerosArePositive) {
-  for (const char* spec : {"minmax_uint8", "qsgd", "onebit", "topk:k=8", "topk:chunk=4096,k=64,bits=2", "fp16", "bf16",
-                           "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}) {
+  for (const char* spec : {"minmax_uint8", "qsgd", "onebit", "centroid", "topk:k=8", "topk:chunk=4096,k=64,bits=2",
+                           "topk:chunk=4096,dct=1", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}) {
     const Codec& codec = get_codec(spec);
     const std::vector<float> zeros(2100, -0.0f);
     std::vector<uint8_t> contribution(codec.wire_bytes(zeros.size(), DType::kF32)), bytes(contribution.size());

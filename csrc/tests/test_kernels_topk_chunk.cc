@@ -34,6 +34,8 @@ std::vector<TopkChunk> all_topk_chunks() {
   for (int k : {8, 16, 32, 64, 128, 256}) {
     for (bool has_2_bits : {false, true}) all.push_back({k, has_2_bits});
   }
+  all.push_back({32, false, true});
+  all.push_back({64, true, true});
   return all;
 }
 
@@ -74,9 +76,73 @@ double mean_in_lanes(const std::vector<float>& numbers, Takes takes) {
 // The bits of the number as f32, cut to bf16.
 uint32_t cut_to_bf16(double number) { return std::bit_cast<uint32_t>(static_cast<float>(number)) >> 16; }
 
+// C[u][j] of the transform.
+float cosine(int u, int j) {
+  const double pi = std::acos(-1.0);
+  return u == 0 ? 0.125f : static_cast<float>(std::sqrt(2.0 / 64) * std::cos(pi * (2 * j + 1) * u / 128));
+}
+
+using Square = std::vector<float>;  // 64 rows of 64
+
+// out[a][b] = sum_j left(a, j) right(j, b), in the order of j.
+template <typename Left, typename Right>
+Square product(Left left, Right right) {
+  Square out(kChunk);
+  for (int a = 0; a < 64; ++a) {
+    for (int b = 0; b < 64; ++b) {
+      float sum = 0;
+      for (int j = 0; j < 64; ++j) sum += left(a, j) * right(j, b);
+      out[static_cast<size_t>(64 * a + b)] = sum;
+    }
+  }
+  return out;
+}
+
+const Square& cosines() {
+  static const Square all = [] {
+    Square made(kChunk);
+    for (int u = 0; u < 64; ++u) {
+      for (int j = 0; j < 64; ++j) made[static_cast<size_t>(64 * u + j)] = cosine(u, j);
+    }
+    return made;
+  }();
+  return all;
+}
+
+auto rows_of(const Square& matrix) {
+  return [&](int a, int b) { return matrix[static_cast<size_t>(64 * a + b)]; };
+}
+auto columns_of(const Square& matrix) {
+  return [&](int a, int b) { return matrix[static_cast<size_t>(64 * b + a)]; };
+}
+
+Square coefficients_of(const float* x, size_t count) {
+  Square scaled(kChunk);
+  for (size_t i = 0; i < count; ++i) scaled[i] = x[i] / 64;
+  const Square half = product(rows_of(cosines()), rows_of(scaled));
+  return product(rows_of(half), columns_of(cosines()));
+}
+
+Square elements_of(const Square& coefficients) {
+  const Square half = product(rows_of(coefficients), rows_of(cosines()));
+  Square elements = product(columns_of(cosines()), rows_of(half));
+  for (float& element : elements) {
+    const float largest = std::numeric_limits<float>::max();
+    element *= 64;
+    if (std::fabs(element) > largest) element = std::copysign(largest, element);
+  }
+  return elements;
+}
+
 void add_chunk(const TopkChunk& chunk, const float* x, size_t count, ChunkOracle& result) {
-  const size_t kept = std::min(static_cast<size_t>(chunk.k), count);
+  const size_t num_elements = count, kept = std::min(static_cast<size_t>(chunk.k), count);
   const bool finite = std::all_of(x, x + count, [](float value) { return std::isfinite(value); });
+  Square coefficients;
+  if (chunk.is_dct) {
+    coefficients = coefficients_of(x, count);
+    x = coefficients.data();
+    count = kChunk;
+  }
   std::vector<size_t> order(count);
   std::iota(order.begin(), order.end(), size_t{0});
   if (finite) {
@@ -110,8 +176,18 @@ void add_chunk(const TopkChunk& chunk, const float* x, size_t count, ChunkOracle
   result.end_byte();
   for (size_t index : order) result.add_bits(static_cast<uint32_t>(index), 12);
   result.end_byte();
-  result.decoded.insert(result.decoded.end(), decoded.begin(), decoded.end());
+  if (chunk.is_dct && finite) decoded = elements_of(decoded);
+  result.decoded.insert(result.decoded.end(), decoded.begin(), decoded.begin() + static_cast<ptrdiff_t>(num_elements));
   result.num_nonfinite += !finite;
+}
+
+std::vector<float> clamped_to(DType dtype, std::vector<float> values) {
+  const float largest = dtype == DType::kF32 ? std::numeric_limits<float>::max()
+                                             : static_cast<float>(testing::half_format(dtype).largest);
+  for (float& value : values) {
+    if (std::fabs(value) > largest) value = std::copysign(largest, value);
+  }
+  return values;
 }
 
 // All three kernels, on bytes and halves that are misaligned by `skew`.
@@ -134,7 +210,7 @@ void expect_chunks(const TopkChunk& chunk, DType dtype, const std::vector<float>
   EXPECT_EQ(num_nonfinite, 5 + expected.num_nonfinite);
   ASSERT_TRUE(same_bits(bytes.data(), expected.bytes.data(), expected.bytes.size()));
   kernels::kTopkChunk.decode(option, dtype, bytes.data(), numel, decoded.data(), kCpu);
-  expect_floats(dtype, decoded, expected.decoded);
+  expect_floats(dtype, decoded, clamped_to(dtype, expected.decoded));
   fill_random(DType::kF32, sums.data(), numel, 50);
   std::vector<float> totals = expected.decoded;
   for (size_t i = 0; i < numel; ++i) totals[i] += sums.as<float>()[i];
@@ -196,7 +272,8 @@ TEST(TopkChunk, OfEqualMagnitudesTheFirst) {
 TEST(TopkChunk, ChunksThatBreakOthers) {
   const float nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();
-  for (const TopkChunk& chunk : {TopkChunk{8, false}, TopkChunk{8, true}, TopkChunk{256, true}}) {
+  for (const TopkChunk& chunk :
+       {TopkChunk{8, false}, TopkChunk{8, true}, TopkChunk{256, true}, TopkChunk{64, true, true}}) {
     for (size_t numel : {size_t{1}, size_t{5}, size_t{256}, kChunk, kChunk + 1}) {
       for (float value : {0.0f, -0.0f, 1.0f, huge, -huge, tiny, -tiny, nan, -nan, HUGE_VALF, -HUGE_VALF}) {
         std::vector<float> values(numel, value);
@@ -235,6 +312,38 @@ TEST(TopkChunk, SquaredErrorOfTwoBits) {
     kept += std::pow(static_cast<double>(values[i]), 2);
   }
   EXPECT_NEAR(lost / kept, 0.0043, 0.0004);
+}
+
+// The matrix is orthonormal up to its rounding: what all coefficients are kept of comes back.
+TEST(TopkChunk, TheTransformIsOrthonormal) {
+  const std::vector<float> values = random_values(DType::kF32, kChunk, 56);
+  const Square coefficients = coefficients_of(values.data(), kChunk), back = elements_of(coefficients);
+  double squares = 0, squares_of_coefficients = 0;
+  for (size_t i = 0; i < kChunk; ++i) {
+    squares += std::pow(static_cast<double>(values[i]), 2);
+    squares_of_coefficients += std::pow(64 * static_cast<double>(coefficients[i]), 2);
+  }
+  EXPECT_NEAR(squares_of_coefficients / squares, 1, 1e-6);
+  for (size_t i = 0; i < kChunk; ++i) ASSERT_NEAR(back[i], values[i], std::sqrt(squares) * 0x1p-17) << i;
+}
+
+// A cosine of one frequency in each direction is one coefficient.
+TEST(TopkChunk, OneWaveIsOneCoefficient) {
+  std::vector<float> wave(kChunk), decoded(kChunk);
+  for (size_t i = 0; i < kChunk; ++i)
+    wave[i] = cosine(5, static_cast<int>(i / 64)) * cosine(9, static_cast<int>(i % 64));
+  const int option = TopkChunk{8, false, true}.option();
+  std::vector<uint8_t> bytes(kernels::topk_chunk_wire_bytes(kChunk, option));
+  kernels::kTopkChunk.encode(option, DType::kF32, wave.data(), kChunk, bytes.data(), {}, nullptr, kCpu);
+  float largest = 0;
+  for (size_t j = 0; j < 8; ++j) {
+    const float value = static_cast<float>(testing::load_real(DType::kF32, bytes.data(), j));
+    EXPECT_TRUE(std::fabs(value) < 1e-6f || std::fabs(value * 64 - 1) < 1e-6f) << value;
+    largest = std::max(largest, value);
+  }
+  EXPECT_NEAR(largest * 64, 1, 1e-6);
+  kernels::kTopkChunk.decode(option, DType::kF32, bytes.data(), kChunk, decoded.data(), kCpu);
+  for (size_t i = 0; i < kChunk; ++i) ASSERT_NEAR(decoded[i], wave[i], 1e-6) << i;
 }
 
 // Indices past the end of their chunk are dropped; a level of Inf marks the chunk.

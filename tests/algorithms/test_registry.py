@@ -37,7 +37,7 @@ def test_errors_list_what_is_valid():
         match="unknown algorithm 'sgd'; available: async_averaging, bytegrad, decentralized, diloco, grad",
     ):
         get("sgd")
-    with pytest.raises(InvalidArgument, match="unknown codec 'int4'; available: bf16, fp16, fp4_e2m1, fp4_e3m0, fp"):
+    with pytest.raises(InvalidArgument, match="unknown codec 'int4'; available: bf16, "):
         bagua.codecs.get("int4")
     with pytest.raises(InvalidArgument, match=r"unknown option 'hierarchy' for.*its options: average .default True"):
         create("gradient_allreduce", {"hierarchy": 2})

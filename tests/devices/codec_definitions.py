@@ -8,6 +8,7 @@ Values are float32 arrays of one dimension; float16 and bfloat16 were widened. M
 
 BLOCK = 2048
 NAN = 0x7FC00000
+_LARGEST = {"float32": float.fromhex("0x1.fffffep127"), "float16": 65504, "bfloat16": float.fromhex("0x1.fep127")}
 
 
 def encode(xp, spec, x, key=0):
@@ -23,9 +24,12 @@ def encode(xp, spec, x, key=0):
     return xp.concatenate(parts) if parts else xp.zeros(0, xp.uint8)
 
 
-def decode(xp, spec, message, numel):
-    """Decodes a message into float32 values, before they are rounded to a narrower type."""
-    return _decoded(xp, spec, message, numel)[0]
+def decode(xp, spec, message, numel, dtype):
+    """Decodes a message into float32 values, before they are rounded to the type."""
+    values = _decoded(xp, spec, message, numel)[0]
+    if _parsed(spec)[0] not in ("centroid", "topk_chunk"):
+        return values
+    return xp.clip(values, -xp.float32(_LARGEST[dtype]), xp.float32(_LARGEST[dtype]))
 
 
 def decode_add(xp, spec, message, total):
@@ -78,7 +82,7 @@ def _parsed(spec):
     name, _, given = spec.partition(":")
     options = dict(one.split("=") for one in given.split(",") if one)
     if "chunk" in options:
-        return "topk_chunk", (int(options.get("k", 32)), int(options.get("bits", 32)))
+        return "topk_chunk", tuple(int(options.get(*one)) for one in (("k", 32), ("bits", 32), ("dct", 0)))
     option = {"qsgd": ("bits", 8), "topk": ("k", 32)}.get(name)
     return name, option and int(options.get(*option))
 
@@ -343,6 +347,48 @@ def _onebit_decode(xp, rows, length, _option):
     return values, xp.ones(values.shape, bool)
 
 
+# ---- centroid
+
+
+def _lane_mean(xp, numbers):
+    """Returns the mean of each row, in 64 lanes from -0 on."""
+    length = numbers.shape[1]
+    total = xp.full((len(numbers), 64), -0.0, xp.float64)
+    for begin in range(0, length, 64):
+        width = min(64, length - begin)
+        total[:, :width] = total[:, :width] + numbers[:, begin : begin + width]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total / length
+
+
+def _centroid_encode(xp, rows, is_bad, _option, _keys):
+    length = rows.shape[1]
+    numbers = xp.where(is_bad, xp.float32(0), rows).astype(xp.float64)
+    mean = _lane_mean(xp, numbers).astype(xp.float32)
+    center = mean.astype(xp.float64)
+    sigma = xp.sqrt(_lane_mean(xp, (numbers - center) * (numbers - center))).astype(xp.float32)
+    step = 1.5 * sigma.astype(xp.float64)
+    codes = xp.zeros((len(rows), -(-length // 4) * 4), xp.uint8)
+    for threshold in (center - step, center, center + step):
+        codes[:, :length] += (rows > threshold.astype(xp.float32)) & ~is_bad
+    part = codes.shape[1] // 4
+    packed = xp.zeros((len(rows), part), xp.uint8)
+    for index in range(4):
+        packed |= codes[:, index * part : (index + 1) * part] << xp.uint8(2 * index)
+    header = [_bytes(xp, _or_nan(xp, is_bad, number), xp.uint32) for number in (mean, sigma)]
+    return xp.concatenate([*header, packed], 1)
+
+
+def _centroid_decode(xp, rows, length, _option):
+    mean, sigma = (_numbers(xp, rows[:, at : at + 4], xp.float32).astype(xp.float64) for at in (0, 4))
+    codes = xp.concatenate([(rows[:, 8:] >> xp.uint8(2 * index)) & xp.uint8(3) for index in range(4)], 1)
+    levels = mean + (codes[:, :length].astype(xp.float64) - 1.5) * (1.5 * sigma)
+    values = xp.clip(levels, -_LARGEST["float32"], _LARGEST["float32"]).astype(xp.float32)
+    return values, xp.ones(values.shape, bool)
+
+
 # ---- topk
 
 
@@ -411,8 +457,43 @@ def _chunk_mean(xp, magnitudes, is_one):
     return xp.where(num > 0, total / xp.maximum(num, 1), xp.float64("nan"))
 
 
+def _cosines(xp):
+    """Returns the matrix of the transform."""
+    order = xp.arange(64, dtype=xp.float64)
+    matrix = xp.cos(xp.pi / 128 * order[:, None] * (2 * order + 1)) * (2 / 64) ** 0.5
+    matrix[0] = 0.125
+    return matrix.astype(xp.float32)
+
+
+def _product(xp, left, right):
+    """Multiplies matrices; each sum is in the order of the index, every operation rounded separately."""
+    total = xp.zeros(xp.broadcast_shapes(left.shape, right.shape), xp.float32)
+    for j in range(64):
+        total = total + left[..., :, j : j + 1] * right[..., j : j + 1, :]
+    return total
+
+
+def _transformed(xp, rows):
+    squares = xp.zeros((len(rows), 4096), xp.float32)
+    squares[:, : rows.shape[1]] = rows / xp.float32(64)
+    matrix = _cosines(xp)
+    half = _product(xp, matrix, squares.reshape(-1, 64, 64))
+    return _product(xp, half, matrix.T).reshape(-1, 4096)
+
+
+def _transformed_back(xp, rows, length):
+    matrix = _cosines(xp)
+    half = _product(xp, rows.reshape(-1, 64, 64), matrix)
+    values = _product(xp, matrix.T, half).reshape(-1, 4096)[:, :length] * xp.float32(64)
+    largest = xp.finfo(xp.float32).max
+    return xp.clip(values, -largest, largest)
+
+
 def _topk_chunk_encode(xp, rows, is_bad, option, _keys):
-    k, num_bits = option
+    k, num_bits, is_dct = option
+    k = min(k, rows.shape[1])
+    if is_dct:
+        rows = _transformed(xp, xp.where(is_bad, xp.float32(0), rows))
     chosen = _topk_chosen(xp, rows, is_bad, k)
     values = xp.take_along_axis(rows, chosen, axis=1)
     indices = _packed_bits(xp, chosen, 12)
@@ -431,20 +512,30 @@ def _topk_chunk_encode(xp, rows, is_bad, option, _keys):
 
 
 def _topk_chunk_decode(xp, rows, length, option):
-    k, num_bits = option
+    if not option[2]:
+        return _topk_chunk_decoded(xp, rows, length, length, option)
+    found, _ = _topk_chunk_decoded(xp, rows, length, 4096, option)
+    is_bad = xp.isnan(found[:, :1])
+    values = _transformed_back(xp, xp.where(is_bad, xp.float32(0), found), length)
+    return xp.where(is_bad, xp.float32("nan"), values), xp.ones(values.shape, bool)
+
+
+def _topk_chunk_decoded(xp, rows, length, num_coded, option):
+    """Returns elements or coefficients, and which of them are sent."""
+    k, num_bits, _ = option
     count = min(k, length)
     codes_bytes = 4 * count if num_bits == 32 else 4 + -(-count // 4)
     places = _unpacked_bits(xp, rows[:, codes_bytes:], 12, count)
     if num_bits == 32:
-        return _topk_scattered(xp, _numbers(xp, rows[:, :codes_bytes], xp.float32), places, length)
+        return _topk_scattered(xp, _numbers(xp, rows[:, :codes_bytes], xp.float32), places, num_coded)
     levels = (_numbers(xp, rows[:, :4], xp.uint16).astype(xp.uint32) << xp.uint32(16)).view(xp.float32)
     codes = _unpacked_bits(xp, rows[:, 4:codes_bytes], 2, count)
     values = xp.where(codes >= 2, levels[:, 1:], levels[:, :1])
-    return _topk_scattered(xp, xp.where(codes % 2 == 1, -values, values), places, length)
+    return _topk_scattered(xp, xp.where(codes % 2 == 1, -values, values), places, num_coded)
 
 
 def _topk_chunk_bytes(length, option):
-    k, num_bits = option
+    k, num_bits, _ = option
     count = min(k, length)
     return (4 * count if num_bits == 32 else 4 + -(-count // 4)) + -(-12 * count // 8)
 
@@ -456,6 +547,7 @@ _ENCODE = {
     "onebit": _onebit_encode,
     "topk": _topk_encode,
     "topk_chunk": _topk_chunk_encode,
+    "centroid": _centroid_encode,
 }
 _DECODE = {
     "minmax_uint8": _minmax_decode,
@@ -463,6 +555,7 @@ _DECODE = {
     "onebit": _onebit_decode,
     "topk": _topk_decode,
     "topk_chunk": _topk_chunk_decode,
+    "centroid": _centroid_decode,
 }
 _ENCODE |= {name: _float_encode(name) for name in _FLOATS}
 _DECODE |= {name: _float_decode(name) for name in _FLOATS}
@@ -474,6 +567,7 @@ _ROW_BYTES = {
     "minmax_uint8": lambda length, _: 8 + length,
     "qsgd": lambda length, bits: 4 + _padded(length, bits) * bits // 8,
     "onebit": lambda length, _: 4 + -(-length // 8),
+    "centroid": lambda length, _: 8 + -(-length // 4),
     "topk": lambda length, k: 6 * min(k, length),
     "topk_chunk": _topk_chunk_bytes,
 }

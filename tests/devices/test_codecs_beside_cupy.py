@@ -95,7 +95,7 @@ def check_codec(device, spec):
                 messages = [codec.encode(x, key=key) for key in (5, 2**63 + 7)]
                 for key, message in zip((5, 2**63 + 7), messages, strict=True):
                     assert same(xp, array_of(xp, message), definitions.encode(xp, spec, values, key)), case
-                stood_for = definitions.decode(xp, spec, array_of(xp, messages[0]), numel)
+                stood_for = definitions.decode(xp, spec, array_of(xp, messages[0]), numel, dtype)
                 decoded = codec.decode(messages[0], numel, x.dtype)
                 assert same(xp, array_of(xp, decoded), definitions.narrow(xp, stood_for, dtype)), case
                 total = torch.linspace(-2, 2, numel, device=device)

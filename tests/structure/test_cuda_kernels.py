@@ -28,10 +28,10 @@ OF_TABLE = "90"
 NUM_THREADS = 256  # of a block: kNumThreads in csrc/kernels/cuda/launch.h
 # Those whose codec has another number for the 2048 elements of a block; most have it in their name.
 BLOCK_THREADS = re.compile(r"(?:MinmaxUint8|Topk)<(\d+)>|(?:Qsgd|SmallFloat)<\d, (\d+)>")
-OTHER_BLOCK_THREADS = {"<Onebit": 64, "reduce_encode_scattered_kernel": 64}
+OTHER_BLOCK_THREADS = {"<Centroid": 64, "<Onebit": 64, "reduce_encode_scattered_kernel": 64}
 DTYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "bool"]
 # Kernels that divide, in f32 or f64: the instructions for that are fused multiply-adds.
-DIVIDING = re.compile(r"Minmax|Qsgd|SmallFloat|Onebit|code_chunks|Reduce<f64, Plain, Sum, |^adam_kernel")
+DIVIDING = re.compile(r"Minmax|Qsgd|SmallFloat|Onebit|Centroid|code_chunks|Reduce<f64, Plain, Sum, |^adam_kernel")
 LOAD, STORE = {"LDG"}, {"STG"}
 # The other side of encoding and decoding are codes: four bytes per thread, 128 per warp, because headers misalign them.
 HOT = {
@@ -40,10 +40,10 @@ HOT = {
     r"^decode_add_kernel<": LOAD | STORE,
     r"^encode_with_residual_kernel<\w+(<[\d, ]+>)?, f32, ": LOAD | STORE,
     r"^reduce_encode(_scattered)?_kernel<(\w+(<[\d, ]+>)?, )?true, ": LOAD | STORE,
-    r"^encode_chunks_kernel<f32>": LOAD,
-    r"^decode_chunks_kernel<f32>": STORE,
-    r"^encode_chunks_with_residual_kernel<f32>": LOAD | STORE,
-    r"^reduce_encode_chunks_kernel<true>": LOAD | STORE,
+    r"^encode_chunks_kernel<\w+, f32>": LOAD,
+    r"^decode_chunks_kernel<\w+, f32>": STORE,
+    r"^encode_chunks_with_residual_kernel<\w+, f32>": LOAD | STORE,
+    r"^reduce_encode_chunks_kernel<\w+, true>": LOAD | STORE,
     r"^elementwise_kernel<(HalfEncode|HalfEncodeWithResidual)<f32": LOAD | STORE,
     r"^elementwise_kernel<(HalfReduceEncode|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
@@ -83,7 +83,9 @@ def short_name(mangled):
     """reduce_encode_kernel<Qsgd<8>>"""
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
     name = re.sub(
-        r"\(anonymous namespace\)::|bagua::kernels::cuda::|bagua::kernels::|minifloat::|minmax_uint8::|qsgd::", "", name
+        r"\(anonymous namespace\)::|bagua::kernels::cuda::|bagua::kernels::|minifloat::|minmax_uint8::|qsgd::|centroid::",
+        "",
+        name,
     )
     name = re.sub(r"\(bagua::DType\)(\d)", lambda match: DTYPES[int(match[1])], name)
     name = re.sub(r"\((unsigned )?[A-Za-z]+\)(?=\d)", "", name)

@@ -13,6 +13,9 @@
 //                                              message's element at which the block begins
 //   void decode(const uint8_t* bytes, size_t numel, float* destination) const
 //   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const
+//   static constexpr bool kSaturates           if there: decoded values may lie beyond the range of what was encoded,
+//   and
+//                                              are clamped to that of the type they are stored as
 #pragma once
 
 #include <algorithm>
@@ -22,6 +25,7 @@
 #include <limits>
 
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/arithmetic/saturate.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/half.h"
 #include "csrc/kernels/multiversion.h"
@@ -84,6 +88,9 @@ void decode_blocks(const Blocks& blocks, DType dtype, const uint8_t* bytes, size
       return blocks.decode(bytes + offset_bytes, count, values);
     }
     blocks.decode(bytes + offset_bytes, count, block);
+    if constexpr (requires { Blocks::kSaturates; }) {
+      for (size_t i = 0; i < count; ++i) block[i] = saturated(block[i], largest_number(dtype));
+    }
     if (dtype == DType::kF32) {
       std::memcpy(values, block, count * sizeof(float));
     } else {

@@ -1,5 +1,5 @@
 // CPU form of the sparsifier in chunks (contract and arithmetic: topk_chunk.h). The search for the threshold is in
-// topk_select.h; all that comes after it touches the kept elements only.
+// topk_select.h; all that comes after it touches the kept elements only. The transform is in dct.h.
 #include "csrc/kernels/topk_chunk.h"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/block_codec.h"
+#include "csrc/kernels/cpu/dct.h"
 #include "csrc/kernels/cpu/topk_select.h"
 
 namespace bagua::kernels::cpu {
@@ -134,9 +135,22 @@ void load_indices(const uint8_t* bytes, Kept& kept) {
   }
 }
 
+// A NaN or an Inf among the elements makes at least one coefficient so.
+BAGUA_MULTIVERSION void transform(const float* __restrict source, DctMatrix& coefficients) {
+  std::memcpy(coefficients.of, source, sizeof(coefficients.of));
+  dct_forward(coefficients);
+}
+
+BAGUA_MULTIVERSION void transform_back(const Kept& kept, DctMatrix& values) {
+  std::memset(values.of, 0, sizeof(values.of));
+  for (size_t j = 0; j < kept.count; ++j) values.of[kept.indices[j]] = kept.values[j];
+  dct_inverse(values);
+}
+
 struct Blocks {
   static constexpr size_t kNumel = kTopkChunkNumel;
   static constexpr float kPadding = 0.0f;
+  static constexpr bool kSaturates = true;
   const TopkChunk chunk;
   Blocks(int option, CounterRng) : chunk(TopkChunk::of(option)) {}
 
@@ -146,6 +160,11 @@ struct Blocks {
   size_t decoded_numel(size_t numel) const { return numel; }
 
   size_t encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    DctMatrix coefficients;
+    if (chunk.is_dct) {
+      transform(source, coefficients);
+      source = coefficients.of;
+    }
     Kept kept;
     const bool is_finite = select_chunk(source, num_kept(numel), kept);
     if (chunk.has_2_bits) {
@@ -172,6 +191,12 @@ struct Blocks {
       std::fill_n(destination, numel, kNan);
       return;
     }
+    if (chunk.is_dct) {
+      DctMatrix values;
+      transform_back(kept, values);
+      std::memcpy(destination, values.of, numel * sizeof(float));
+      return;
+    }
     std::memset(destination, 0, numel * sizeof(float));
     for (size_t j = 0; j < kept.count; ++j) {
       if (kept.indices[j] < numel) destination[kept.indices[j]] = kept.values[j];
@@ -180,6 +205,12 @@ struct Blocks {
   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const {
     Kept kept;
     if (load(bytes, numel, kept)) return store_all<Store::kAdd>(kNan, numel, destination);
+    if (chunk.is_dct) {
+      DctMatrix values;
+      transform_back(kept, values);
+      for (size_t i = 0; i < numel; ++i) destination[i] += values.of[i];
+      return;
+    }
     for (size_t j = 0; j < kept.count; ++j) {
       if (kept.indices[j] < numel) destination[kept.indices[j]] += kept.values[j];
     }

@@ -20,6 +20,8 @@
 //                                            those of the thread's elements
 //   void decode(const Share&, const Decoder&, codes, body) const
 //                                            calls body(i, value) for each of the thread's elements
+//   static constexpr bool kSaturates         if there: decoded values may lie beyond the range of what was encoded, and
+//                                            are clamped to that of the type they are stored as
 #pragma once
 
 #include <bit>
@@ -28,6 +30,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "csrc/kernels/arithmetic/saturate.h"
 #include "csrc/kernels/block_kernels.h"
 #include "csrc/kernels/cuda/elementwise.h"
 #include "csrc/kernels/cuda/factor.h"
@@ -111,6 +114,12 @@ __device__ __forceinline__ void store_share(const Share& share, const float* val
 // Kernels leave registers for `kResidentThreads` threads on a multiprocessor. So many, of up to 128 registers each,
 // where who launches says no other number.
 inline constexpr int kMinResidentThreads = 512;
+
+template <typename Codec>
+constexpr bool saturates() {
+  if constexpr (requires { Codec::kSaturates; }) return Codec::kSaturates;
+  return false;
+}
 
 // The block of the message that the thread block is for.
 struct Block {
@@ -212,6 +221,10 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinResidentThreads / Co
     __syncthreads();
     float values[kNumelOf<decltype(share)>];
     codec.decode(share, decoder, codes, [&](int i, float value) { values[i] = value; });
+    if constexpr (saturates<Codec>()) {
+#pragma unroll
+      for (int i = 0; i < kNumelOf<decltype(share)>; ++i) values[i] = saturated(values[i], largest_number(kDType));
+    }
     store_share<kDType>(share, values, block.begin, destination);
   });
 }

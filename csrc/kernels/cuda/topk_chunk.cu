@@ -1,10 +1,14 @@
 // CUDA form of the sparsifier in chunks; contract and arithmetic: topk_chunk.h. One thread block per chunk, whose
 // elements stay in registers. All threads halve the range of the magnitudes until k elements are above; the choice is
-// bits, one per element, and an element goes to the place given by how many are set before its own.
+// bits, one per element, and an element goes to the place given by how many are set before its own. The transform is in
+// dct.h.
 #include "csrc/kernels/topk_chunk.h"
+
+#include <type_traits>
 
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cuda/block_codec.h"
+#include "csrc/kernels/cuda/dct.h"
 
 namespace bagua::kernels::cuda {
 namespace {
@@ -12,7 +16,8 @@ namespace {
 constexpr int kChunkNumel = kTopkChunkNumel;
 constexpr int kChunkElements = kChunkNumel / kNumThreads;  // of a thread
 constexpr int kChunkQuads = kChunkElements / kQuadNumel;
-constexpr int kChunkBlocks = 4;  // on a multiprocessor, for which encoders leave registers
+// How many blocks of an encoder a multiprocessor has registers for.
+constexpr int chunk_blocks(bool is_dct, bool has_residual) { return is_dct || has_residual ? 3 : 4; }
 constexpr int kChunkWordBits = 32;
 constexpr int kChunkWords = kChunkNumel / kChunkWordBits;
 constexpr int kWordsOfLane = kChunkWords / kWarpNumThreads;
@@ -22,7 +27,13 @@ static_assert(kTopkMaxK <= kNumThreads, "a thread per element that travels");
 
 __device__ __forceinline__ uint32_t bits_of_magnitude(float value) { return std::bit_cast<uint32_t>(value) & kF32Abs; }
 
+// The index of element i of the thread.
+__device__ __forceinline__ int chunk_index(int i) {
+  return (i / kQuadNumel * kNumThreads + thread_index()) * kQuadNumel + i % kQuadNumel;
+}
+
 // A chunk as its thread block sees it. Thread t has its quads t, t + kNumThreads, ...
+template <bool kIsDct>
 struct Chunk {
   TopkChunk format;
   size_t begin;
@@ -36,24 +47,25 @@ struct Chunk {
         offset_bytes(blockIdx.x * format.chunk_bytes(kChunkNumel)) {}
 
   __device__ __forceinline__ int num_kept() const { return format.k < numel ? format.k : numel; }
-  // The index of element i of the thread.
-  static __device__ __forceinline__ int index(int i) {
-    return (i / kQuadNumel * kNumThreads + thread_index()) * kQuadNumel + i % kQuadNumel;
-  }
-  __device__ __forceinline__ bool has(int i) const { return index(i) < numel; }
+  __device__ __forceinline__ bool has(int i) const { return chunk_index(i) < numel; }
+  // Elements or coefficients are selected from so many.
+  __device__ __forceinline__ int num_coded() const { return kIsDct ? kChunkNumel : numel; }
+  __device__ __forceinline__ bool has_coded(int i) const { return kIsDct || has(i); }
 
   template <DType kDType>
   __device__ __forceinline__ void load(const void* array, float* values) const {
 #pragma unroll
     for (int i = 0; i < kChunkElements; i += kQuadNumel) {
-      load_f32<kDType, kQuadNumel>(array, begin + static_cast<size_t>(index(i)), numel - index(i), 0.0f, values + i);
+      load_f32<kDType, kQuadNumel>(array, begin + static_cast<size_t>(chunk_index(i)), numel - chunk_index(i), 0.0f,
+                                   values + i);
     }
   }
   template <DType kDType>
   __device__ __forceinline__ void store(const float* values, void* array) const {
 #pragma unroll
     for (int i = 0; i < kChunkElements; i += kQuadNumel) {
-      store_f32<kDType, kQuadNumel>(values + i, begin + static_cast<size_t>(index(i)), numel - index(i), array);
+      store_f32<kDType, kQuadNumel>(values + i, begin + static_cast<size_t>(chunk_index(i)), numel - chunk_index(i),
+                                    array);
     }
   }
 };
@@ -80,7 +92,6 @@ __device__ __forceinline__ Levels load_levels(const uint8_t* bytes) {
 
 // The memory that the threads share while they encode.
 struct ChunkEncoding {
-  alignas(16) float values[kChunkNumel];  // sums, of a reduction
   uint32_t largest[kNumWarps];
   uint32_t counts[2][kNumWarps];  // of every other step
   alignas(16) uint32_t above[kChunkWords];
@@ -94,13 +105,14 @@ struct ChunkEncoding {
 // An element that travels, as the message has it.
 struct ChunkTraveller {
   float value;
-  int index;       // none where it is not below the chunk's elements
+  int index;       // none where it is not below num_coded
   bool is_marked;  // the whole chunk is NaN
 };
 
-__device__ __forceinline__ ChunkTraveller load_traveller(const Chunk& chunk, const uint8_t* bytes) {
+template <bool kIsDct>
+__device__ __forceinline__ ChunkTraveller load_traveller(const Chunk<kIsDct>& chunk, const uint8_t* bytes) {
   const int kept = chunk.num_kept(), j = thread_index();
-  ChunkTraveller traveller{0.0f, chunk.numel, false};
+  ChunkTraveller traveller{0.0f, chunk.num_coded(), false};
   const Levels levels = chunk.format.has_2_bits ? load_levels(bytes) : Levels{load_f32(bytes), 0.0f};
   traveller.is_marked = levels.are_marked();
   if (j >= kept) return traveller;
@@ -116,11 +128,12 @@ __device__ __forceinline__ ChunkTraveller load_traveller(const Chunk& chunk, con
 }
 
 // How many of the chunk's elements are at least `limit`. All threads call it; `counts` is not that of the call before.
-__device__ __forceinline__ uint32_t num_at_least(const Chunk& chunk, const float* values, uint32_t limit,
+template <bool kIsDct>
+__device__ __forceinline__ uint32_t num_at_least(const Chunk<kIsDct>& chunk, const float* values, uint32_t limit,
                                                  uint32_t* counts) {
   uint32_t num = 0;
 #pragma unroll
-  for (int i = 0; i < kChunkElements; ++i) num += chunk.has(i) && bits_of_magnitude(values[i]) >= limit ? 1 : 0;
+  for (int i = 0; i < kChunkElements; ++i) num += chunk.has_coded(i) && bits_of_magnitude(values[i]) >= limit ? 1 : 0;
   num = __reduce_add_sync(kAllLanes, num);
   if (lane_index() == 0) counts[warp_index()] = num;
   __syncthreads();
@@ -163,11 +176,12 @@ __device__ __forceinline__ void choose_ties(uint32_t num_ties, ChunkEncoding& en
 }
 
 // Selects what travels of a finite chunk into kept and indices; all threads call it, the words are 0.
-__device__ __forceinline__ void select_kept(const Chunk& chunk, const float* values, uint32_t largest,
+template <bool kIsDct>
+__device__ __forceinline__ void select_kept(const Chunk<kIsDct>& chunk, const float* values, uint32_t largest,
                                             ChunkEncoding& encoding) {
-  const auto numel = static_cast<uint32_t>(chunk.numel), needed = static_cast<uint32_t>(chunk.num_kept());
+  const auto num_coded = static_cast<uint32_t>(chunk.num_coded()), needed = static_cast<uint32_t>(chunk.num_kept());
   // Magnitudes from `low` on are enough, and from `high` on too few.
-  uint32_t low = 0, high = largest + 1, num_low = numel, num_high = 0, stride = kChunkHalfAnOctave, step = 0;
+  uint32_t low = 0, high = largest + 1, num_low = num_coded, num_high = 0, stride = kChunkHalfAnOctave, step = 0;
 #pragma unroll 1
   while (num_low != needed && high - low > 1) {
     const bool has_stride = stride < high - low;
@@ -191,14 +205,14 @@ __device__ __forceinline__ void select_kept(const Chunk& chunk, const float* val
     for (int i = 0; i < kQuadNumel; ++i) {
       const int at = q * kQuadNumel + i;
       const uint32_t magnitude = bits_of_magnitude(values[at]);
-      if (!chunk.has(at) || magnitude < low) continue;
+      if (!chunk.has_coded(at) || magnitude < low) continue;
       if (is_exact || magnitude > low) {
         above |= 1u << i;
       } else {
         equal |= 1u << i;
       }
     }
-    const int index = Chunk::index(q * kQuadNumel), shift = index % kChunkWordBits;
+    const int index = chunk_index(q * kQuadNumel), shift = index % kChunkWordBits;
     if (above != 0) atomicOr(&encoding.above[index / kChunkWordBits], above << shift);
     if (equal != 0) atomicOr(&encoding.equal[index / kChunkWordBits], equal << shift);
   }
@@ -207,7 +221,7 @@ __device__ __forceinline__ void select_kept(const Chunk& chunk, const float* val
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kChunkElements; ++i) {
-    const int index = Chunk::index(i);
+    const int index = chunk_index(i);
     const uint32_t word = encoding.above[index / kChunkWordBits], bit = 1u << index % kChunkWordBits;
     if ((word & bit) == 0) continue;
     const uint32_t j = encoding.num_before[index / kChunkWordBits] + static_cast<uint32_t>(__popc(word & (bit - 1)));
@@ -250,7 +264,8 @@ __device__ __forceinline__ Levels levels_of_kept(int kept, const ChunkEncoding& 
 }
 
 // Stores kept and indices as a message; all threads call it.
-__device__ __forceinline__ void store_message(const Chunk& chunk, bool is_finite, uint8_t* bytes,
+template <bool kIsDct>
+__device__ __forceinline__ void store_message(const Chunk<kIsDct>& chunk, bool is_finite, uint8_t* bytes,
                                               ChunkEncoding& encoding) {
   const int kept = chunk.num_kept(), j = thread_index();
   if (chunk.format.has_2_bits) {
@@ -286,8 +301,8 @@ __device__ __forceinline__ void store_message(const Chunk& chunk, bool is_finite
 
 // Encodes the values, and makes `decoded` what the codes say, unless !kDecodes. Returns whether the chunk is finite.
 // All threads call it.
-template <bool kDecodes>
-__device__ __forceinline__ bool encode_chunk(const Chunk& chunk, const float* values, uint8_t* bytes,
+template <bool kDecodes, bool kIsDct>
+__device__ __forceinline__ bool encode_chunk(const Chunk<kIsDct>& chunk, const float* values, uint8_t* bytes,
                                              ChunkEncoding& encoding, float* decoded) {
   uint32_t largest = 0;  // bits; those of NaN are above all
 #pragma unroll
@@ -315,7 +330,7 @@ __device__ __forceinline__ bool encode_chunk(const Chunk& chunk, const float* va
   if constexpr (kDecodes) {
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
-      const int index = Chunk::index(i);
+      const int index = chunk_index(i);
       const bool is_kept = (encoding.above[index / kChunkWordBits] >> index % kChunkWordBits & 1u) != 0;
       const float value =
           chunk.format.has_2_bits ? encoding.levels.value_of(encoding.levels.code_of(values[i])) : values[i];
@@ -325,76 +340,143 @@ __device__ __forceinline__ bool encode_chunk(const Chunk& chunk, const float* va
   return is_finite;
 }
 
+// The elements of a chunk in shared memory, because those that travel lie anywhere.
+struct ScatteredChunk {
+  float values[kChunkNumel];
+
+  __device__ __forceinline__ float& at(int index) { return values[index]; }
+};
+template <bool kIsDct>
+using ChunkElements = std::conditional_t<kIsDct, DctTiles, ScatteredChunk>;
+
+template <bool kIsDct>
+struct ChunkMemory {
+  ChunkElements<kIsDct> elements;
+  ChunkEncoding encoding;
+};
+
+template <typename Elements>
+__device__ __forceinline__ void load_elements(Elements& elements, float* values) {
+#pragma unroll
+  for (int i = 0; i < kChunkElements; ++i) values[i] = elements.at(chunk_index(i));
+}
+template <typename Elements>
+__device__ __forceinline__ void store_elements(const float* values, Elements& elements) {
+#pragma unroll
+  for (int i = 0; i < kChunkElements; ++i) elements.at(chunk_index(i)) = values[i];
+}
+
+// The elements that the thread has of the coefficients in shared memory; all threads call it, after a barrier.
+__device__ __forceinline__ void load_transformed_back(DctTiles& tiles, float largest, float* values) {
+  dct_inverse(tiles);
+  load_elements(tiles, values);
+#pragma unroll
+  for (int i = 0; i < kChunkElements; ++i) values[i] = saturated(values[i] * kDctScale, largest);
+}
+
+// encode_chunk of the elements' coefficients, if kIsDct. While these are selected from, the tile between keeps the
+// elements, for which there are no registers.
+template <bool kIsDct, bool kDecodes>
+__device__ __forceinline__ bool encode_elements(const Chunk<kIsDct>& chunk, float* values, uint8_t* bytes,
+                                                ChunkMemory<kIsDct>& memory, float* decoded) {
+  if constexpr (!kIsDct) {
+    return encode_chunk<kDecodes>(chunk, values, bytes, memory.encoding, decoded);
+  } else {
+    DctTiles& tiles = memory.elements;
+    float coefficients[kChunkElements];
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) coefficients[i] = values[i] * (1.0f / kDctScale);
+    store_elements(coefficients, tiles);
+    __syncthreads();
+    dct_forward(tiles);
+    if constexpr (kDecodes) store_elements(values, tiles.between);
+    load_elements(tiles, coefficients);
+    const bool is_finite = encode_chunk<kDecodes>(chunk, coefficients, bytes, memory.encoding, decoded);
+    if constexpr (kDecodes) {
+      store_elements(decoded, tiles);
+      __syncthreads();
+      load_elements(tiles.between, values);
+      __syncthreads();
+      load_transformed_back(tiles, largest_number(DType::kF32), decoded);
+    }
+    return is_finite;
+  }
+}
+
 // Adds the residual to the values, encodes them and renews the residual.
-__device__ __forceinline__ bool encode_chunk_with_residual(const Chunk& chunk, float* values, const Residual& residual,
-                                                           uint8_t* bytes, ChunkEncoding& encoding) {
+template <bool kIsDct>
+__device__ __forceinline__ bool encode_with_residual(const Chunk<kIsDct>& chunk, float* values,
+                                                     const Residual& residual, uint8_t* bytes,
+                                                     ChunkMemory<kIsDct>& memory) {
   float others[kChunkElements];
   if (residual.in != nullptr) {
-    with_type(residual, [&](auto type) { chunk.load<decltype(type)::value>(residual.in, others); });
+    with_type(residual, [&](auto type) { chunk.template load<decltype(type)::value>(residual.in, others); });
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
       if (chunk.has(i)) values[i] += others[i];
     }
   }
-  const bool is_finite = encode_chunk<true>(chunk, values, bytes, encoding, others);
+  const bool is_finite = encode_elements<kIsDct, true>(chunk, values, bytes, memory, others);
 #pragma unroll
   for (int i = 0; i < kChunkElements; ++i) others[i] = values[i] - others[i];
-  with_type(residual, [&](auto type) { chunk.store<decltype(type)::value>(others, residual.out); });
+  with_type(residual, [&](auto type) { chunk.template store<decltype(type)::value>(others, residual.out); });
   return is_finite;
 }
 
-template <DType kDType>
-__global__ void __launch_bounds__(kNumThreads, kChunkBlocks)
+template <bool kIsDct, DType kDType>
+__global__ void __launch_bounds__(kNumThreads, chunk_blocks(kIsDct, false))
     encode_chunks_kernel(TopkChunk format, const void* source, size_t numel, uint8_t* bytes,
                          uint64_t* num_nonfinite_blocks) {
-  auto& encoding = shared_memory<ChunkEncoding>();
-  const Chunk chunk(format, numel);
+  auto& memory = shared_memory<ChunkMemory<kIsDct>>();
+  const Chunk<kIsDct> chunk(format, numel);
   float values[kChunkElements];
-  chunk.load<kDType>(source, values);
-  const bool is_finite = encode_chunk<false>(chunk, values, bytes + chunk.offset_bytes, encoding, nullptr);
+  chunk.template load<kDType>(source, values);
+  const bool is_finite = encode_elements<kIsDct, false>(chunk, values, bytes + chunk.offset_bytes, memory, nullptr);
   count_block(is_finite, num_nonfinite_blocks);
 }
 
-template <DType kDType>
-__global__ void __launch_bounds__(kNumThreads, kChunkBlocks)
+template <bool kIsDct, DType kDType>
+__global__ void __launch_bounds__(kNumThreads, chunk_blocks(kIsDct, true))
     encode_chunks_with_residual_kernel(TopkChunk format, const void* source, Residual residual, size_t numel,
                                        uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  auto& encoding = shared_memory<ChunkEncoding>();
-  const Chunk chunk(format, numel);
+  auto& memory = shared_memory<ChunkMemory<kIsDct>>();
+  const Chunk<kIsDct> chunk(format, numel);
   float values[kChunkElements];
-  chunk.load<kDType>(source, values);
-  const bool is_finite = encode_chunk_with_residual(chunk, values, residual, bytes + chunk.offset_bytes, encoding);
+  chunk.template load<kDType>(source, values);
+  const bool is_finite = encode_with_residual(chunk, values, residual, bytes + chunk.offset_bytes, memory);
   count_block(is_finite, num_nonfinite_blocks);
 }
 
-// The elements of a chunk in shared memory, because those that travel lie anywhere.
-struct ScatteredChunk {
-  alignas(16) float values[kChunkNumel];
-
-  __device__ __forceinline__ void fill(float value) {
+// The coefficients or elements of a message; all threads call it.
+template <typename Elements, bool kIsDct>
+__device__ __forceinline__ void scatter(const Chunk<kIsDct>& chunk, const ChunkTraveller& traveller,
+                                        Elements& elements) {
 #pragma unroll
-    for (int i = 0; i < kChunkElements; ++i) values[Chunk::index(i)] = value;
-  }
-};
+  for (int i = 0; i < kChunkElements; ++i) elements.at(chunk_index(i)) = traveller.is_marked ? kNan : 0.0f;
+  __syncthreads();
+  if (!traveller.is_marked && traveller.index < chunk.num_coded()) elements.at(traveller.index) = traveller.value;
+  __syncthreads();
+}
 
-template <DType kDType>
+template <bool kIsDct, DType kDType>
 __global__ void __launch_bounds__(kNumThreads)
     decode_chunks_kernel(TopkChunk format, const uint8_t* bytes, size_t numel, void* destination) {
-  auto& scattered = shared_memory<ScatteredChunk>();
-  const Chunk chunk(format, numel);
-  const ChunkTraveller traveller = load_traveller(chunk, bytes + chunk.offset_bytes);
-  scattered.fill(traveller.is_marked ? kNan : 0.0f);
-  __syncthreads();
-  if (!traveller.is_marked && traveller.index < chunk.numel) scattered.values[traveller.index] = traveller.value;
-  __syncthreads();
+  auto& elements = shared_memory<ChunkElements<kIsDct>>();
+  const Chunk<kIsDct> chunk(format, numel);
+  scatter(chunk, load_traveller(chunk, bytes + chunk.offset_bytes), elements);
   float values[kChunkElements];
-#pragma unroll
-  for (int i = 0; i < kChunkElements; ++i) values[i] = scattered.values[Chunk::index(i)];
-  chunk.store<kDType>(values, destination);
+  if constexpr (kIsDct) {
+    load_transformed_back(elements, largest_number(kDType), values);
+  } else {
+    load_elements(elements, values);
+  }
+  chunk.template store<kDType>(values, destination);
 }
 
 // Adds what travels, or NaN to all elements of a marked chunk.
-__device__ __forceinline__ void add_traveller(const Chunk& chunk, const ChunkTraveller& traveller, float* sums) {
+template <bool kIsDct>
+__device__ __forceinline__ void add_traveller(const Chunk<kIsDct>& chunk, const ChunkTraveller& traveller,
+                                              float* sums) {
   if (traveller.is_marked) {
     for (int i = thread_index(); i < chunk.numel; i += kNumThreads) sums[i] += kNan;
   } else if (traveller.index < chunk.numel) {
@@ -402,34 +484,56 @@ __device__ __forceinline__ void add_traveller(const Chunk& chunk, const ChunkTra
   }
 }
 
+// Adds the elements of a message to the thread's sums; all threads call it.
+__device__ __forceinline__ void add_transformed_back(const Chunk<true>& chunk, const ChunkTraveller& traveller,
+                                                     DctTiles& tiles, float* sums) {
+  scatter(chunk, traveller, tiles);
+  float values[kChunkElements];
+  load_transformed_back(tiles, largest_number(DType::kF32), values);
+#pragma unroll
+  for (int i = 0; i < kChunkElements; ++i) sums[i] += values[i];
+}
+
+template <bool kIsDct>
 __global__ void __launch_bounds__(kNumThreads)
     decode_add_chunks_kernel(TopkChunk format, const uint8_t* bytes, size_t numel, float* accumulator) {
-  const Chunk chunk(format, numel);
-  add_traveller(chunk, load_traveller(chunk, bytes + chunk.offset_bytes), accumulator + chunk.begin);
+  const Chunk<kIsDct> chunk(format, numel);
+  const ChunkTraveller traveller = load_traveller(chunk, bytes + chunk.offset_bytes);
+  if constexpr (kIsDct) {
+    auto& tiles = shared_memory<DctTiles>();
+    float sums[kChunkElements];
+    chunk.template load<DType::kF32>(accumulator, sums);
+    add_transformed_back(chunk, traveller, tiles, sums);
+    chunk.template store<DType::kF32>(sums, accumulator);
+  } else {
+    add_traveller(chunk, traveller, accumulator + chunk.begin);
+  }
 }
 
 // Adds by rank: all threads are done with one contribution before the next is added, which is loaded meanwhile.
-template <bool kHasResidual>
-__global__ void __launch_bounds__(kNumThreads, kChunkBlocks)
+template <bool kIsDct, bool kHasResidual>
+__global__ void __launch_bounds__(kNumThreads, chunk_blocks(kIsDct, kHasResidual))
     reduce_encode_chunks_kernel(TopkChunk format, Contributions contributions, Factor factor, Residual residual,
                                 size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  auto& encoding = shared_memory<ChunkEncoding>();
-  const Chunk chunk(format, numel);
+  auto& memory = shared_memory<ChunkMemory<kIsDct>>();
+  const Chunk<kIsDct> chunk(format, numel);
   const uint8_t* from = contributions.codes + chunk.offset_bytes;
   ChunkTraveller next = load_traveller(chunk, from);
-#pragma unroll
-  for (int i = 0; i < kChunkElements; ++i) encoding.values[Chunk::index(i)] = 0.0f;
+  float sums[kChunkElements] = {};
+  if constexpr (!kIsDct) store_elements(sums, memory.elements);
   __syncthreads();
   for (int rank = 0; rank < contributions.count; ++rank) {
     const ChunkTraveller traveller = next;
     from += contributions.stride;
     if (rank + 1 < contributions.count) next = load_traveller(chunk, from);
-    add_traveller(chunk, traveller, encoding.values);
-    __syncthreads();
+    if constexpr (kIsDct) {
+      add_transformed_back(chunk, traveller, memory.elements, sums);
+    } else {
+      add_traveller(chunk, traveller, memory.elements.values);
+      __syncthreads();
+    }
   }
-  float sums[kChunkElements];
-#pragma unroll
-  for (int i = 0; i < kChunkElements; ++i) sums[i] = encoding.values[Chunk::index(i)];
+  if constexpr (!kIsDct) load_elements(memory.elements, sums);
   factor.scale<kChunkElements>(sums);
 #pragma unroll
   for (int i = 0; i < kChunkElements; ++i) {
@@ -437,51 +541,72 @@ __global__ void __launch_bounds__(kNumThreads, kChunkBlocks)
   }
   bool is_finite;
   if constexpr (kHasResidual) {
-    is_finite = encode_chunk_with_residual(chunk, sums, residual, bytes + chunk.offset_bytes, encoding);
+    is_finite = encode_with_residual(chunk, sums, residual, bytes + chunk.offset_bytes, memory);
   } else {
-    is_finite = encode_chunk<false>(chunk, sums, bytes + chunk.offset_bytes, encoding, nullptr);
+    is_finite = encode_elements<kIsDct, false>(chunk, sums, bytes + chunk.offset_bytes, memory, nullptr);
   }
   count_block(is_finite, num_nonfinite_blocks);
 }
 
 constexpr const char* kTopkChunkName = "topk_chunk";
 
-size_t num_chunks(size_t numel) { return ceil_div(numel, kTopkChunkNumel); }
+template <typename... Parameters>
+void launch_chunks(Stream stream, size_t numel, void (*kernel)(TopkChunk, Parameters...), int option,
+                   std::type_identity_t<Parameters>... arguments) {
+  launch(kTopkChunkName, stream, ceil_div(numel, kTopkChunkNumel), kernel, TopkChunk::of(option), arguments...);
+}
+
+// Calls body(std::bool_constant<is_dct>): kernels are compiled with the transform and without it.
+template <typename Body>
+void for_transform(int option, Body body) {
+  TopkChunk::of(option).is_dct ? body(std::true_type{}) : body(std::false_type{});
+}
 
 void topk_chunk_encode(int option, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng,
                        uint64_t* num_nonfinite_blocks, Stream stream) {
-  for_float_type(dtype, [=](auto type) {
-    launch(kTopkChunkName, stream, num_chunks(numel), encode_chunks_kernel<decltype(type)::value>,
-           TopkChunk::of(option), source, numel, bytes, num_nonfinite_blocks);
+  for_transform(option, [=](auto is_dct) {
+    for_float_type(dtype, [=](auto type) {
+      launch_chunks(stream, numel, encode_chunks_kernel<decltype(is_dct)::value, decltype(type)::value>, option, source,
+                    numel, bytes, num_nonfinite_blocks);
+    });
   });
 }
 
 void topk_chunk_decode(int option, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  for_float_type(dtype, [=](auto type) {
-    launch(kTopkChunkName, stream, num_chunks(numel), decode_chunks_kernel<decltype(type)::value>,
-           TopkChunk::of(option), bytes, numel, destination);
+  for_transform(option, [=](auto is_dct) {
+    for_float_type(dtype, [=](auto type) {
+      launch_chunks(stream, numel, decode_chunks_kernel<decltype(is_dct)::value, decltype(type)::value>, option, bytes,
+                    numel, destination);
+    });
   });
 }
 
 void topk_chunk_decode_add(int option, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  launch(kTopkChunkName, stream, num_chunks(numel), decode_add_chunks_kernel, TopkChunk::of(option), bytes, numel,
-         accumulator);
+  for_transform(option, [=](auto is_dct) {
+    launch_chunks(stream, numel, decode_add_chunks_kernel<decltype(is_dct)::value>, option, bytes, numel, accumulator);
+  });
 }
 
 void topk_chunk_encode_with_residual(int option, DType dtype, const void* source, const Residual& residual,
                                      size_t numel, uint8_t* bytes, CounterRng, uint64_t* num_nonfinite_blocks,
                                      Stream stream) {
-  for_float_type(dtype, [=, &residual](auto type) {
-    launch(kTopkChunkName, stream, num_chunks(numel), encode_chunks_with_residual_kernel<decltype(type)::value>,
-           TopkChunk::of(option), source, residual, numel, bytes, num_nonfinite_blocks);
+  for_transform(option, [=, &residual](auto is_dct) {
+    for_float_type(dtype, [=, &residual](auto type) {
+      launch_chunks(stream, numel, encode_chunks_with_residual_kernel<decltype(is_dct)::value, decltype(type)::value>,
+                    option, source, residual, numel, bytes, num_nonfinite_blocks);
+    });
   });
 }
 
 void topk_chunk_reduce_encode(int option, const Contributions& contributions, double factor, const Residual& residual,
                               size_t numel, uint8_t* bytes, CounterRng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  const auto kernel = residual.is_on() ? reduce_encode_chunks_kernel<true> : reduce_encode_chunks_kernel<false>;
-  launch(kTopkChunkName, stream, num_chunks(numel), kernel, TopkChunk::of(option), contributions, Factor(factor),
-         residual, numel, bytes, num_nonfinite_blocks);
+  for_transform(option, [=, &contributions, &residual](auto is_dct) {
+    constexpr bool kIsDct = decltype(is_dct)::value;
+    const auto kernel =
+        residual.is_on() ? reduce_encode_chunks_kernel<kIsDct, true> : reduce_encode_chunks_kernel<kIsDct, false>;
+    launch_chunks(stream, numel, kernel, option, contributions, Factor(factor), residual, numel, bytes,
+                  num_nonfinite_blocks);
+  });
 }
 
 }  // namespace

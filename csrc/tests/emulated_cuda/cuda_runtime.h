@@ -19,6 +19,7 @@
 #define __host__
 #define __device__
 #define __global__
+#define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
