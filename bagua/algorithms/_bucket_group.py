@@ -52,17 +52,20 @@ class Declaration:
 
 
 def _recorded(name: str) -> Callable[..., Work]:
-    """The operation ``name`` of a ProcessGroup, which takes a bucket in the place of a tensor and is recorded."""
+    """The operation ``name`` of a ProcessGroup, which takes a bucket in the place of a tensor and is recorded.
+
+    It takes a ``label``, too, by default the bucket's.
+    """
     run = getattr(ProcessGroup, name)
 
     @functools.wraps(run)
-    def operation(self: BucketGroup, *args: Any, **kwargs: Any) -> Work:
+    def operation(self: BucketGroup, *args: Any, label: str = "", **kwargs: Any) -> Work:
         bucket = next((value for value in (*args, *kwargs.values()) if isinstance(value, Bucket)), None)
         self._begin(bucket, Declaration(name, getattr(kwargs.get("codec"), "spec", kwargs.get("codec"))), False)
         args = tuple(value.flat if isinstance(value, Bucket) else value for value in args)
         kwargs = {key: value.flat if isinstance(value, Bucket) else value for key, value in kwargs.items()}
         work = run(self.process_group, *args, **kwargs)
-        work.label = work.label or self._label(bucket)
+        work.label = label or work.label or self._label(bucket)
         return self._end(bucket, work)
 
     return operation

@@ -391,9 +391,7 @@ class OuterSteps(ExchangedWeights):
         references = [bucket.state(REFERENCE) for bucket in buckets]
         own = digests_of(references, references[0].device)
         digests = own.new_empty(group.size * len(own))
-        work = group.all_gather(digests, own)
-        work.label = "digest of the reference"
-        return digests, work
+        return digests, group.all_gather(digests, own, label="digest of the reference")
 
     def _compare(self, digests: torch.Tensor, fragment: int) -> None:
         table = digests.view(self.training.group.size, -1)

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from bagua import codecs
-from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._bucket_group import BucketGroup, Declaration
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import Work
 
@@ -45,12 +45,13 @@ class SenderMean:
     clips: bool = True
     counts_all: bool = False
 
-    def send(self, values: torch.Tensor, group: BucketGroup) -> Messages:
-        """Starts the exchange of ``values``, float32 and flat, and subtracts from them what is sent of them."""
+    def send(self, values: torch.Tensor, bucket: Bucket, group: BucketGroup) -> Messages:
+        """Starts the exchange of ``values`` for ``bucket``, float32 and flat, and subtracts what is sent of them."""
         message = self.codec.encode(values)
         values.sub_(self.codec.decode(message, values.numel(), values.dtype))
         rows = message.new_empty(group.size, message.numel())
-        return Messages(group.all_gather(rows.view(-1), message), rows)
+        bucket.declaration = Declaration("all_gather", self.codec.spec)
+        return Messages(group.all_gather(rows.view(-1), message, label=bucket.label), rows)
 
     def receive(self, messages: Messages, into: torch.Tensor) -> None:
         """Waits, and writes the mean to ``into``, flat."""
@@ -102,7 +103,7 @@ class SparseDeltas:
         values = kept.float() if kept.dtype is not torch.float32 else kept
         values.mul_(self.decay).add_(bucket.flat)
         bucket.zero_padding(values)
-        messages = self.mean.send(values, group)
+        messages = self.mean.send(values, bucket, group)
         if values is not kept:
             kept.copy_(values)
         return messages

@@ -83,7 +83,7 @@ def short_name(mangled):
     """reduce_encode_kernel<Qsgd<8>>"""
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
     name = re.sub(
-        r"\(anonymous namespace\)::|bagua::kernels::cuda::|bagua::kernels::|minifloat::|minmax_uint8::|qsgd::|centroid::",
+        r"\(anonymous namespace\)::|bagua::kernels::(cuda::)?|minifloat::|minmax_uint8::|qsgd::|centroid::",
         "",
         name,
     )
