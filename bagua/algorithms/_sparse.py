@@ -50,8 +50,9 @@ class SenderMean:
         message = self.codec.encode(values)
         values.sub_(self.codec.decode(message, values.numel(), values.dtype))
         rows = message.new_empty(group.size, message.numel())
+        work = group.all_gather(rows.view(-1), message, of=bucket)
         bucket.declaration = Declaration("all_gather", self.codec.spec)
-        return Messages(group.all_gather(rows.view(-1), message, label=bucket.label), rows)
+        return Messages(work, rows)
 
     def receive(self, messages: Messages, into: torch.Tensor) -> None:
         """Waits, and writes the mean to ``into``, flat."""
