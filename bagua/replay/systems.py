@@ -70,7 +70,7 @@ class NoOptimizer(torch.optim.Optimizer):
     """An optimizer whose step does nothing, as if an accelerator ran it."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 1.0})  # of which `slowmo` asks
 
     def step(self, closure: None = None) -> None:
         """Does nothing."""

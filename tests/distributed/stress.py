@@ -167,9 +167,12 @@ def codec_bound(call: Call, inputs: list[torch.Tensor], times: int) -> float:
     if call.codec is None or call.codec in CONTRACTIONS or not inputs or inputs[0].numel() == 0:
         return 0.0
     largest = sum(float(x.double().abs().max()) for x in inputs)
-    # Without chance no codec is off by more than 1/255 of a block's range (at most twice the largest magnitude).
+    # A small float is off by half the distance of its two largest numbers, and no other codec without chance by more
+    # than 1/255 of a block's range, which is at most twice the largest magnitude.
+    of_floats = {"fp8_e4m3": 1 / 28, "fp8_e5m2": 1 / 14, "fp4_e2m1": 1 / 6, "fp4_e3m0": 1 / 4}
     codec = bagua.codecs.get(call.codec)
-    return 2.1 * times * largest / (2 ** (codec.bits - 1) - 1 if codec.is_random else 255)
+    share = 1 / (2 ** (codec.bits - 1) - 1) if codec.is_random else of_floats.get(call.codec, 1 / 255)
+    return 2.1 * times * largest * share
 
 
 def coded(call: Call, x: torch.Tensor) -> torch.Tensor:

@@ -161,31 +161,32 @@ def test_bytes_sent(pools, codec):
 
 def check_nonfinite(rank, world_size, codec):
     """A NaN or Inf of one rank never becomes an ordinary number, and is reported."""
+    numel, at = 10_000, 5000  # in the third block of 2048, in the second of 4096
     for bad in (float("nan"), float("inf"), float("-inf")):
-        x = torch.ones(5000)
+        x = torch.ones(numel)
         if rank == 0:
-            x[2500] = bad
+            x[at] = bad
         work = bagua.all_reduce(x, codec=codec, async_op=True)
         work.wait()
-        assert not x[2500].isfinite()
-        assert torch.isfinite(x[:2048]).all() and torch.isfinite(x[4096:]).all(), "other blocks are not concerned"
+        assert not x[at].isfinite()
+        assert torch.isfinite(x[:4096]).all() and torch.isfinite(x[8192:]).all(), "other blocks are not concerned"
         counts = torch.empty(world_size, dtype=torch.int64)
         bagua.all_gather(counts, torch.tensor([work.nonfinite_blocks]))
         assert counts[0] >= 1, f"rank 0 did not report its {bad}"
 
-        x = torch.ones(5000)
+        x = torch.ones(numel)
         if rank == 0:
-            x[2500] = bad
-        wide = torch.empty(world_size * 5000)
+            x[at] = bad
+        wide = torch.empty(world_size * numel)
         works = [
             bagua.broadcast(x, 0, codec=codec, async_op=True),
-            bagua.all_gather(wide, torch.full((5000,), bad if rank == 0 else 1.0), codec=codec, async_op=True),
+            bagua.all_gather(wide, torch.full((numel,), bad if rank == 0 else 1.0), codec=codec, async_op=True),
         ]
         for work in works:
             work.wait()
             assert (work.nonfinite_blocks > 0) == (rank == 0)
-        assert not x[2500].isfinite() and x[:2048].isfinite().all()
-        assert not wide[:5000].isfinite().any() and wide[5000:].isfinite().all()
+        assert not x[at].isfinite() and x[:4096].isfinite().all()
+        assert not wide[:numel].isfinite().any() and wide[numel:].isfinite().all()
 
 
 @in_turns("codec, world", SPECS, [shm(3), tcp(2)])

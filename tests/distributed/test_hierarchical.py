@@ -105,6 +105,8 @@ def check_half_average_does_not_overflow(group):
 
 def check_sums_beyond_a_codecs_range(group):
     for codec in SPECS:
+        if "dct=1" in codec:
+            continue  # A few coefficients keep neither the constants nor the few numbers below.
         x = torch.full((3000,), 20_000.0)
         if not bagua.codecs.get(codec).keeps_constants:
             x[torch.arange(3000) % 300 > 0] = 0  # as few numbers in a block as any k
