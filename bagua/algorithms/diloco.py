@@ -60,6 +60,8 @@ class DiLoCo(StreamedSteps):
         check_range("feedback_decay", self.feedback_decay, 0, math.nextafter(1, 2), is_least_allowed=False)
         if self.error_feedback and not self.codec:
             raise InvalidArgument("error_feedback=True without a codec, where nothing is left out; pass a codec too")
+        if self.feedback_decay != 1 and not self.error_feedback:
+            raise InvalidArgument(f"feedback_decay is {self.feedback_decay}, but there is no error_feedback to decay")
         codec = codecs.get(self.codec) if self.codec else None  # raises for an unknown one
         if codec is not None:
             codec.check_error_feedback(self.error_feedback)

@@ -325,6 +325,7 @@ BAD = [
     ({"outer_momentum": 1.0}, "outer_momentum is 1.0, expected 0 or more, and below 1"),
     ({"codec": "onebit"}, "codec 'onebit' loses as much as it sends"),
     ({"error_feedback": True}, "error_feedback=True without a codec"),
+    ({"codec": "bf16", "feedback_decay": 0.9}, "feedback_decay is 0.9, but there is no error_feedback"),
     ({"warmup_steps": -1}, "warmup_steps is -1, expected 0 or more"),
     ({"state_device": "cuda"}, "state_device is 'cuda', expected ''"),
     ({"fragments": 3, "sync_every": 3}, "fragments is 3, but the model has 2 parameters"),
