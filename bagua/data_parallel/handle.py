@@ -32,7 +32,8 @@ from bagua.profiler.timeline import Timeline, save_all
 _STATE_VERSION = 6
 _STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "loss_scale", "state", "parameters"}
 
-_attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
+# The handles by id. A WeakSet would raise where one rank adds to it while another, a thread too, goes through it.
+_attached: weakref.WeakValueDictionary[int, BaguaHandle] = weakref.WeakValueDictionary()
 
 
 class BaguaHandle:
@@ -51,7 +52,7 @@ class BaguaHandle:
         self._hooks = list(hooks)
         self._num_left, self._unit = 0.0, 1.0  # of ``weight`` in no_sync: what was counted, and the first number
         model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
-        _attached.add(self)
+        _attached[id(self)] = self
 
     @property
     def algorithm(self) -> Algorithm:
@@ -405,7 +406,7 @@ class BaguaHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        _attached.discard(self)
+        _attached.pop(id(self), None)
         model = self._model()
         if model is not None and getattr(model, "bagua", None) is self:
             holder = model if "bagua" in vars(model) else model._orig_mod  # what torch.compile returns passes them on
@@ -467,9 +468,13 @@ def check_names(model: torch.nn.Module) -> None:
         )
 
 
+def _all_attached() -> list[BaguaHandle]:
+    return [handle for handle in (reference() for reference in _attached.valuerefs()) if handle is not None]
+
+
 def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
     """Raises InvalidArgument if a handle other than ``handle`` runs this very object, which remembers one training."""
-    if any(other is not handle and other.algorithm is algorithm for other in _attached):
+    if any(other is not handle and other.algorithm is algorithm for other in _all_attached()):
         raise InvalidArgument(
             f"this instance of algorithm {algorithm.name!r} belongs to another model already; make one for each"
         )
@@ -479,7 +484,7 @@ def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
     """Returns the handles of the wrapped models of which ``optimizer`` steps a parameter, in its order of these."""
     handle_of_parameter = {
         id(p): handle
-        for handle in _attached
+        for handle in _all_attached()
         for p in (*handle.reducer.storage.parameters, *handle.reducer.scope.ignored)
     }
     stepped = (id(parameter) for options in optimizer.param_groups for parameter in options["params"])
@@ -489,7 +494,10 @@ def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
 def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
     """The ids of the parameters that are synchronised by handles other than ``handle``."""
     return {
-        id(parameter) for other in _attached if other is not handle for parameter in other.reducer.storage.parameters
+        id(parameter)
+        for other in _all_attached()
+        if other is not handle
+        for parameter in other.reducer.storage.parameters
     }
 
 
