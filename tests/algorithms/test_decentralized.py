@@ -49,6 +49,37 @@ def _train(rank, world_size, num_steps, lr, options):
         return [step_once(model, optimizer, rank, step) for step in range(num_steps)]
 
 
+def push_sum(n, num_steps, lr, numel):
+    """Stochastic gradient push (arXiv 1811.10792): a numerator and a weight travel, to one rank at 1, 2, 4, ... ranks.
+
+    The weights of all ranks after each step, and the push-sum weights.
+    """
+    numerators, shares = [[0.0] * numel for _ in range(n)], [1.0] * n
+    distances = [2**k for k in range(n) if 2**k < n]
+    history = []
+    for step in range(num_steps):
+        targets = [target_of(rank, step, numel).tolist() for rank in range(n)]
+        models = [[x / shares[i] for x in numerators[i]] for i in range(n)]
+        gradients = [[x - c for x, c in zip(models[i], targets[i], strict=True)] for i in range(n)]
+        received = [[x / 2 for x in numerators[i]] for i in range(n)]
+        weights = [share / 2 for share in shares]
+        for i in range(n):
+            to = (i + distances[step % len(distances)]) % n
+            received[to] = [x + y / 2 for x, y in zip(received[to], numerators[i], strict=True)]
+            weights[to] += shares[i] / 2
+        shares = weights
+        numerators = [[x - lr * g for x, g in zip(received[i], gradients[i], strict=True)] for i in range(n)]
+        history.append([[x / shares[i] for x in numerators[i]] for i in range(n)])
+    return history, shares
+
+
+def test_exponential_is_stochastic_gradient_push(pool4):
+    """Whose weights stay 1 where every rank sends to one and receives from one, so that they need not travel."""
+    history, shares = push_sum(4, 10, 0.3, Quadratic().numel)
+    assert shares == [1.0] * 4
+    assert_follows(pool4.run(_train, args=(10, 0.3, {"topology": "exponential"})), history)
+
+
 def assert_follows(per_rank, history, tolerance=1e-5):
     for step, weights in enumerate(history):
         for rank, expected in enumerate(weights):
