@@ -222,6 +222,7 @@ class OuterSteps(ExchangedWeights):
     """
 
     has_one_reference: ClassVar[bool] = True  # the same on all ranks
+    keeps_mean = False
 
     def set_parts(
         self,

@@ -51,6 +51,8 @@ class LocalSGD(OuterSteps):
         paper="[1805.09767](https://arxiv.org/abs/1805.09767), post-local [1808.07217](https://arxiv.org/abs/1808.07217)",
     )
 
+    keeps_mean = True
+
     sync_every: int = 4
     post_local_after: int = 0
     momentum: str = "average"
