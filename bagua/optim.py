@@ -5,6 +5,7 @@ Beside the data path: an ordinary torch optimizer, which algorithm ``qadam`` nee
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,20 @@ from bagua.distributed.devices import current_stream, supported_types
 from bagua.errors import InvalidArgument
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+AUTO = "auto"
+_LEAST_SETTLED = 0.96  # of the ratio of v's norms, and the most by its inverse (1-bit Adam, section 7)
 _DEFAULTS = {"warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "variance_floor": 1e-6}
+
+
+# A group before "auto" has found the step that ends its warm-up; with the norm of its v at the last look, and its step.
+_UNSETTLED = {"settled_at": None, "last_norm": None, "last_look": 0}
+
+
+def warmup_of(group: Mapping[str, Any]) -> float:
+    """Returns the steps of a parameter group's warm-up; inf while "auto" has not found them yet."""
+    if group["warmup_steps"] != AUTO:
+        return group["warmup_steps"]
+    return math.inf if group["settled_at"] is None else group["settled_at"]
 
 
 class QAdam(torch.optim.Optimizer):
@@ -43,7 +57,10 @@ class QAdam(torch.optim.Optimizer):
     Args:
         params: as for any optimizer; a parameter group may bring options of its own.
         lr: learning rate, a number, 1e-3 by default.
-        warmup_steps: at least 1; 100 by default. A tenth to a fifth of the training is usual: v must be steady.
+        warmup_steps: at least 1; 100 by default. A tenth to a fifth of the training is usual: v must be steady. "auto"
+            ends the warm-up of a parameter group when it is: the sum of v / (1 - b2^t), which is looked at every 1 / (1
+            - b2) steps, has changed by at most 4% since the last time. With b2 = 0.999 that is after 2000 steps at the
+            earliest. What it has found is ``param_groups[...]["settled_at"]``.
         betas, eps, weight_decay: those of Adam, with the same defaults. The decay is added to the gradient (L2).
         variance_floor: 0 or more, a share of the mean of v; 1e-6 by default, the smallest power of ten with which the
             tasks of docs/convergence.md train under both codecs of the paper; 0 is the paper's algorithm.
@@ -69,7 +86,7 @@ class QAdam(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        warmup_steps: int | None = None,
+        warmup_steps: int | str | None = None,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
         weight_decay: float | None = None,
@@ -83,7 +100,7 @@ class QAdam(torch.optim.Optimizer):
         given = {name: value for name, value in options if value is not None}
         check_options({"lr": lr, **given})
         # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
-        super().__init__(params, {"lr": lr, **_DEFAULTS, **given, "given": given, "fused": fused})
+        super().__init__(params, {"lr": lr, **_DEFAULTS, **_UNSETTLED, **given, "given": given, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as for any optimizer.
@@ -117,7 +134,8 @@ class QAdam(torch.optim.Optimizer):
             InvalidArgument: the state is of an optimizer that steps in another way.
         """
         _check_is_adam(state_dict, self.param_groups)
-        options = [{name: group[name] for name in (*_DEFAULTS, "given", "fused")} for group in self.param_groups]
+        names = (*_DEFAULTS, *_UNSETTLED, "given", "fused")
+        options = [{name: group[name] for name in names} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, kept in zip(self.param_groups, options, strict=True):
             group.update({**kept, **group, "fused": kept["fused"]})
@@ -156,7 +174,7 @@ class QAdam(torch.optim.Optimizer):
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Returns True if the warm-up of ``parameter``, which is of ``group``, is over."""
-        return int(self.state.get(parameter, {}).get("step", 0)) >= group["warmup_steps"]
+        return int(self.state.get(parameter, {}).get("step", 0)) >= warmup_of(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -183,7 +201,25 @@ class QAdam(torch.optim.Optimizer):
             is_warm = [self.is_warm(parameter, group) for parameter in others]
             self._step_adam([p for p, warm in zip(others, is_warm, strict=True) if not warm], group)
             self._step_frozen([p for p, warm in zip(others, is_warm, strict=True) if warm], group)
+            if group["warmup_steps"] == AUTO and group["settled_at"] is None:
+                self._look_whether_settled(group)
         return loss
+
+    def _look_whether_settled(self, group: dict[str, Any]) -> None:
+        """Ends the warm-up of ``group`` once its v is steady, which the host looks at every 1 / (1 - b2) steps."""
+        stepped = [parameter for parameter in group["params"] if self.state.get(parameter)]
+        step = max((int(self.state[parameter]["step"]) for parameter in stepped), default=0)
+        beta2 = group["betas"][1]
+        if step == group["last_look"] or step % round(1 / (1 - beta2)):
+            return
+        # In float64, where ranks that sum in another order agree.
+        total = sum(float(exp_avg_sq.sum(dtype=torch.float64)) for exp_avg_sq in self._of_all(stepped, "exp_avg_sq"))
+        norm, before = total / (1 - beta2**step), group["last_norm"]
+        group["last_norm"], group["last_look"] = norm, step
+        if before and _LEAST_SETTLED * before <= norm <= before / _LEAST_SETTLED:
+            group["settled_at"] = step
+            ended = [parameter for parameter in stepped if self.is_warm(parameter, group)]
+            self._raise_variances(ended, group["variance_floor"])
 
     def _start(self, parameter: torch.Tensor) -> None:
         if parameter.grad.is_sparse:
@@ -233,7 +269,7 @@ class QAdam(torch.optim.Optimizer):
             return
         torch._foreach_add_(self._of_all(parameters, "step"), 1)
         beta1, beta2 = group["betas"]
-        warmup_steps, factors_of = group["warmup_steps"], {}
+        warmup_steps, factors_of = warmup_of(group), {}
         launches: dict[tuple[torch.device, torch.dtype, bool], _Launch] = {}
         ended = []
         for parameter in parameters:
@@ -265,7 +301,7 @@ class QAdam(torch.optim.Optimizer):
         exp_avg_sqs = self._of_all(parameters, "exp_avg_sq")
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avgs, torch._foreach_sign(exp_avg_sqs))  # 1, and 0 where v is 0
-        correction = (1 - beta2 ** group["warmup_steps"]) ** 0.5
+        correction = (1 - beta2 ** warmup_of(group)) ** 0.5
         denominators = torch._foreach_sqrt(exp_avg_sqs)
         torch._foreach_div_(denominators, correction)
         torch._foreach_add_(denominators, group["eps"])
@@ -369,19 +405,19 @@ def _check_is_adam(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, 
                 "and decoupled weight decay), whose steps QAdam could continue; start QAdam anew"
             )
         num_steps = max((int(state["step"]) for state in states if state), default=0)
-        if "warmup_steps" not in loaded and num_steps >= group["warmup_steps"]:
+        if "warmup_steps" not in loaded and num_steps >= warmup_of(group):
             raise InvalidArgument(
                 f"the state to load is of an Adam that has made {num_steps} steps, and warmup_steps is "
-                f"{group['warmup_steps']}; give QAdam a warmup_steps above {num_steps}, by some hundreds"
+                f"{warmup_of(group)}; give QAdam a warmup_steps above {num_steps}, by some hundreds"
             )
 
 
 def check_options(options: dict[str, Any]) -> None:
     """Raises InvalidArgument for an option of QAdam that is no number or out of range."""
     steps = options.get("warmup_steps", 1)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise InvalidArgument(
-            f"warmup_steps is {steps!r}, expected an integer of at least 1: v is learnt in the warm-up"
+            f"warmup_steps is {steps!r}, expected an integer of at least 1, or {AUTO!r}: v is learnt in the warm-up"
         )
     betas = options.get("betas", (0, 0))
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2

@@ -67,7 +67,7 @@ class QAdam(CompressedGradients):
     )
 
     optimizer_class = optim.QAdam
-    warmup_steps: int | None = None
+    warmup_steps: int | str | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
@@ -134,7 +134,7 @@ class QAdam(CompressedGradients):
     def stage(self) -> Stage:
         """The warm-up of the model, or what follows it; asked once per backward, so ``exempt`` need not count again."""
         self._is_warm = all(
-            optimizer.num_steps() >= max(options["warmup_steps"] for options in optimizer.param_groups)
+            optimizer.num_steps() >= max(map(optim.warmup_of, filter(_trains, optimizer.param_groups)), default=0)
             for optimizer in self.training.optimizers
         )
         self._late = [member.name for member in self._coded if self._is_warm and not self._has_warmed_up(member)]
@@ -196,6 +196,11 @@ class _Terms(NamedTuple):
     beta: float
     decay: float
     scale: float | torch.Tensor  # S
+
+
+def _trains(options: dict[str, Any]) -> bool:
+    """Returns True for a parameter group of which not all is frozen."""
+    return any(parameter.requires_grad for parameter in options["params"])
 
 
 def _listed(names: Sequence[str]) -> str:

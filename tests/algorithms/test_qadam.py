@@ -125,7 +125,8 @@ def test_the_floor_of_the_second_moment(variance_floor):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warmup_steps": 0}, "warmup_steps is 0, expected an integer of at least 1"),
+        ({"warmup_steps": 0}, "warmup_steps is 0, expected an integer of at least 1, or 'auto'"),
+        ({"warmup_steps": "automatic"}, "warmup_steps is 'automatic', expected"),
         ({"betas": (0.9, 1.0)}, "betas is .*, expected two numbers"),
         ({"eps": -1.0}, "eps is -1.0, expected a number, 0 or more"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),
@@ -142,6 +143,63 @@ def test_options_out_of_range(options, message):
     assert len(optimizer.param_groups) == 1
     with pytest.raises(InvalidArgument, match=message):
         bagua.algorithms.create("qadam", options)
+
+
+def _scale(step, settles_after):
+    return 2.0 ** (max(settles_after - step, 0) / 10)  # of gradients: it falls until then
+
+
+def _settled_at(settles_after, num_steps, beta2):
+    """The step after which the sum of v has changed by at most 4% in 1 / (1 - b2) steps; gradients are +-scale."""
+    v, before = 0.0, 0.0
+    for step in range(1, num_steps + 1):
+        v = beta2 * v + (1 - beta2) * _scale(step, settles_after) ** 2
+        if step % round(1 / (1 - beta2)) == 0:
+            norm = v / (1 - beta2**step)
+            if before and 0.96 <= norm / before <= 1 / 0.96:
+                return step, v
+            before = norm
+    return None, v
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("settles_after, beta2", [(0, 0.9), (25, 0.9), (30, 0.8)])
+def test_the_warm_up_ends_when_v_is_steady(settles_after, beta2, fused):
+    expected, v = _settled_at(settles_after, 100, beta2)
+    weight = torch.nn.Parameter(torch.ones(6))
+    optimizer = bagua.optim.QAdam([weight], warmup_steps="auto", betas=(0.9, beta2), fused=fused)
+    for step in range(1, 101):
+        weight.grad = torch.tensor([1.0, -1.0] * 3) * _scale(step, settles_after)
+        optimizer.step()
+        assert optimizer.is_warm(weight, optimizer.param_groups[0]) == (step >= expected)
+        if step == 50:  # what it has seen is in its state
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = bagua.optim.QAdam([weight], warmup_steps="auto", fused=fused)
+            optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["settled_at"] == expected
+    assert optimizer.state[weight]["exp_avg_sq"].tolist() == pytest.approx([v] * 6, rel=1e-5)
+
+
+def test_a_look_is_taken_once():
+    """A step in which the group has no gradient right after a look compares nothing with itself."""
+    weight, other = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(2))
+    optimizer = bagua.optim.QAdam([{"params": [weight]}, {"params": [other]}], warmup_steps="auto", betas=(0.9, 0.9))
+    for step in range(1, 31):
+        weight.grad = torch.ones(6) * 2.0**step
+        optimizer.step()
+        weight.grad, other.grad = None, torch.ones(2)
+        optimizer.step()
+    assert optimizer.param_groups[0]["settled_at"] is None
+    assert optimizer.param_groups[1]["settled_at"] is not None
+
+
+def test_no_gradient_is_not_steady():
+    weight = torch.nn.Parameter(torch.ones(6))
+    optimizer = bagua.optim.QAdam([weight], warmup_steps="auto", betas=(0.9, 0.9))
+    for _ in range(30):
+        weight.grad = torch.zeros(6)
+        optimizer.step()
+    assert optimizer.param_groups[0]["settled_at"] is None
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -264,6 +322,28 @@ def test_follows_the_oracle(pool2, pool4, case):
             assert float(off.max()) < (1e-5 if step < WARMUP else 2e-3), step
         else:  # A value at the edge of two codes may fall to either side of it, and then goes another way.
             assert float((off > 1e-4).double().mean()) < 0.02, (step, float(off.max()))
+
+
+def _finds_the_end_of_the_warm_up(rank, world_size):
+    with process_group():
+        model = Quadratic(SHAPES)
+        frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        groups = [{"params": list(model.parameters())}, {"params": [frozen]}]
+        optimizer = bagua.optim.QAdam(groups, lr=1e-6, betas=(0.9, 0.9))
+        _wrap(model, optimizer, codec="onebit", warmup_steps="auto")
+        for step in range(40):
+            model.zero_grad()
+            model(target_of(rank, step, NUMEL).float()).backward()
+            optimizer.step()
+        ends = optimizer.param_groups[0]["settled_at"]
+        declared = {bucket.declaration.codec for bucket in model.bagua.buckets}
+        assert (ends is not None, declared) == (True, {"onebit"})
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+        return ends
+
+
+def test_ranks_end_the_warm_up_together(pool2):
+    assert len(set(pool2.run(_finds_the_end_of_the_warm_up))) == 1
 
 
 def test_weights_in_bfloat16(pool2):
