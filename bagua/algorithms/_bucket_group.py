@@ -54,14 +54,18 @@ class Declaration:
 def _recorded(name: str) -> Callable[..., Work]:
     """The operation ``name`` of a ProcessGroup, which takes a bucket in the place of a tensor and is recorded.
 
-    It takes a ``label``, too, by default the bucket's, and as ``of`` the bucket that a message of its own stands for.
+    It takes a ``label``, too, by default the bucket's, and as ``of`` the bucket that a message of its own stands for,
+    with ``encoded``, the codec that made it.
     """
     run = getattr(ProcessGroup, name)
 
     @functools.wraps(run)
-    def operation(self: BucketGroup, *args: Any, label: str = "", of: Bucket | None = None, **kwargs: Any) -> Work:
+    def operation(
+        self: BucketGroup, *args: Any, label: str = "", of: Bucket | None = None, encoded: str = "", **kwargs: Any
+    ) -> Work:
         bucket = next((value for value in (*args, *kwargs.values()) if isinstance(value, Bucket)), of)
-        self._begin(bucket, Declaration(name, getattr(kwargs.get("codec"), "spec", kwargs.get("codec"))), False)
+        codec = getattr(kwargs.get("codec"), "spec", kwargs.get("codec"))
+        self._begin(bucket, Declaration(name, encoded or codec), False)
         args = tuple(value.flat if isinstance(value, Bucket) else value for value in args)
         kwargs = {key: value.flat if isinstance(value, Bucket) else value for key, value in kwargs.items()}
         work = run(self.process_group, *args, **kwargs)

@@ -98,8 +98,7 @@ class CompressedGradients(Algorithm):
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         if bucket_dtype(parameter) not in self._codec.dtypes:
             return _NO_CODEC
-        is_bias = parameter.dim() <= 1 and parameter.numel() <= _LARGEST_BIAS_NUMEL
-        return _ONE_DIMENSIONAL if is_bias else _COMPRESSED
+        return _ONE_DIMENSIONAL if is_bias(parameter) else _COMPRESSED
 
     def exempt(self, bucket: Bucket) -> str:
         """Returns the reason why ``bucket`` travels at full precision; "" if it does not."""
@@ -139,3 +138,8 @@ class CompressedGradients(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_exchanges = state["num_exchanges"]
+
+
+def is_bias(parameter: torch.nn.Parameter) -> bool:
+    """Returns True for what is few bytes and sensitive: a bias, or the scale of a norm."""
+    return parameter.dim() <= 1 and parameter.numel() <= _LARGEST_BIAS_NUMEL

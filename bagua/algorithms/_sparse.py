@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from bagua import codecs
-from bagua.algorithms._bucket_group import BucketGroup, Declaration
+from bagua.algorithms._bucket_group import BucketGroup
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import Work
 
@@ -50,8 +50,7 @@ class SenderMean:
         message = self.codec.encode(values)
         values.sub_(self.codec.decode(message, values.numel(), values.dtype))
         rows = message.new_empty(group.size, message.numel())
-        work = group.all_gather(rows.view(-1), message, of=bucket)
-        bucket.declaration = Declaration("all_gather", self.codec.spec)
+        work = group.all_gather(rows.view(-1), message, of=bucket, encoded=self.codec.spec)
         return Messages(work, rows)
 
     def receive(self, messages: Messages, into: torch.Tensor) -> None:
@@ -61,12 +60,16 @@ class SenderMean:
         num_ranks, numel = len(rows), into.numel()
         scales = self._scales(rows, numel) if self.clips and num_ranks > 1 else None
         total = torch.zeros(numel, dtype=torch.float32, device=into.device)
-        count = torch.zeros_like(total)
+        count = None if self.counts_all else torch.zeros_like(total)
         for rank, row in enumerate(rows):
+            if count is None and scales is None:
+                self.codec.decode_add(row, total)
+                continue
             values = self.codec.decode(row, numel, torch.float32)
-            count += values != 0
+            if count is not None:
+                count += values != 0
             total += values if scales is None else _by_chunk(values, scales[rank], self.codec.block_numel)
-        into.copy_(total.div_(num_ranks if self.counts_all else count.clamp_(min=1)))
+        into.copy_(total.div_(num_ranks if count is None else count.clamp_(min=1)))
 
     def _scales(self, rows: torch.Tensor, numel: int) -> torch.Tensor:
         """Returns a factor of each rank's chunks, 1 where the norm is at most the median of the ranks' norms."""

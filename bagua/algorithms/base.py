@@ -123,6 +123,8 @@ class Algorithm:
     optimizer_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Optimizer  # what its optimizers must be
     # False: the ranks step at their own pace, no hook waits for other ranks' hooks, and a rank may end before others.
     is_lockstep: ClassVar[bool] = True
+    # Gradients. False: its result is a momentum, so a second backward may not add to it before it is exchanged again.
+    is_linear: ClassVar[bool] = True
     # Weights. False: an exchange moves the mean of all ranks' weights, as an outer step does.
     keeps_mean: ClassVar[bool] = True
 

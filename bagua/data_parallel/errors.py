@@ -115,6 +115,16 @@ def summed_twice(rank: int, are_means: bool) -> InvalidArgument:
     )
 
 
+def exchanged_twice(rank: int, algorithm: str) -> InvalidArgument:
+    """The error of a second backward on gradients that are momenta already."""
+    return InvalidArgument(
+        f"rank {rank}: gradients are what algorithm {algorithm!r} has made of an earlier backward, and would go "
+        "through its momentum again. Call zero_grad() between two synchronising backwards, or have all but the last "
+        "inside no_sync()",
+        rank=rank,
+    )
+
+
 def in_compiled_autograd(rank: int) -> InvalidArgument:
     """The error of a backward whose end torch does not report."""
     return InvalidArgument(

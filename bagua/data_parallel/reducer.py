@@ -119,7 +119,7 @@ class Reducer:
         self._began_at_output = True  # the backward under way; else with the first gradient
         self._local_ns: int | None = None  # when a backward inside no_sync began
         self._nonfinite: bool | HostCopy | None = None  # whether the last result is finite, until that is looked at
-        self._sums = ""  # "held": gradients may be sums of all ranks'; "added to": a local backward has added to them
+        self._sums = ""  # "held": gradients may be sums of all ranks, or momenta; "added to": by a local backward
         # A weight of each optimizer: its version and the number of backwards at the last look, or at a step.
         self._seen: dict[int, tuple[int, int]] = {}
 
@@ -244,6 +244,8 @@ class Reducer:
         self._lay_out_if_agreed()
         if self._sums:
             self._look_at_sums(first)
+            if self._sums and not self.algorithm.is_linear:
+                raise self._poisoned(errors.exchanged_twice(self.group.rank, self.algorithm.name))
             if self._sums:
                 are_means = bool(self.scope.others) and getattr(self.algorithm, "average", True)
                 raise self._poisoned(errors.summed_twice(self.group.rank, are_means))
@@ -463,8 +465,8 @@ class Reducer:
         self._num_open_forwards -= self._num_open_forwards > 0
         if self.sends_gradients:
             buckets = self.storage.buckets
-            is_sum = self.group.size > 1 and any(b.declaration.is_sum or self._factor_of(b) != 1.0 for b in buckets)
-            self._sums = "held" if is_sum else ""
+            is_sum = any(b.declaration.is_sum or self._factor_of(b) != 1.0 for b in buckets)
+            self._sums = "held" if self.group.size > 1 and (is_sum or not self.algorithm.is_linear) else ""
             if self._bucket_group.checks_results:
                 self._commit()
         with self._algorithm("after_backward"):

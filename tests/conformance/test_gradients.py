@@ -28,6 +28,8 @@ from tests.conformance.training import (
 )
 from tests.distributed.worlds import fast_in, in_turns
 
+LINEAR = [name for name in OF_GRADIENTS if bagua.algorithms.get(name).is_linear]
+
 
 def _mean_of_ranks(rank, world_size, algorithm):
     with process_group():
@@ -156,7 +158,7 @@ def _live_gradients_survive_the_new_layout(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
-@fast_in("algorithm", ["gradient_allreduce", "powersgd"], OF_GRADIENTS)
+@fast_in("algorithm", ["gradient_allreduce", "powersgd"], LINEAR)
 def test_live_gradients_survive_the_new_layout(pool2, algorithm):
     pool2.run(_live_gradients_survive_the_new_layout, args=(algorithm,))
 
@@ -177,9 +179,22 @@ def _repeated_backwards(rank, world_size, algorithm):
             model.zero_grad()
 
 
-@fast_in("algorithm", ["gradient_allreduce", "bytegrad"], OF_GRADIENTS)
+@fast_in("algorithm", ["gradient_allreduce", "bytegrad"], LINEAR)
 def test_retain_graph_and_two_backwards(pool2, algorithm):
     pool2.run(_repeated_backwards, args=(algorithm,))
+
+
+def _momenta_are_not_added_to(rank, world_size, algorithm):
+    with process_group():
+        model = wrap(make_net(), algorithm=algorithm)
+        loss_of(model, batch(rank, 0)).backward()
+        with pytest.raises(BaguaError, match=f"what algorithm '{algorithm}' has made of an earlier backward"):
+            loss_of(model, batch(rank, 1)).backward()
+
+
+@pytest.mark.parametrize("algorithm", [name for name in OF_GRADIENTS if name not in LINEAR])
+def test_what_has_a_momentum_is_not_exchanged_again(pool2, algorithm):
+    pool2.run(_momenta_are_not_added_to, args=(algorithm,))
 
 
 def _two_forwards(rank, world_size, algorithm):
@@ -255,7 +270,8 @@ def _several_dtypes(rank, world_size, algorithm):
         return {str(bucket.dtype): bucket.declaration.codec for bucket in model.bagua.buckets}
 
 
-@fast_in("algorithm", ["bytegrad", "powersgd"], OF_GRADIENTS)
+# dgc sends a part of them.
+@fast_in("algorithm", ["bytegrad", "powersgd"], [name for name in OF_GRADIENTS if name != "dgc"])
 def test_several_dtypes(pool2, algorithm):
     codecs = pool2.run(_several_dtypes, args=(algorithm,))[0]
     assert len(codecs) == 4

@@ -36,7 +36,7 @@ def _stay_identical(rank, world_size, algorithm, num_steps):
     with process_group():
         model = make_net(seed=rank)
         optimizer = make_optimizer(algorithm, model, torch.optim.AdamW, lr=0.0003)
-        model = bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=100_000)
+        model = wrap(model, optimizer, algorithm=algorithm, bucket_bytes=100_000)
         memory = {bucket.flat.untyped_storage().data_ptr() for bucket in model.bagua.buckets}
         first_loss = None
         for step in range(num_steps):
@@ -50,7 +50,8 @@ def _stay_identical(rank, world_size, algorithm, num_steps):
             assert_equal_on_all_ranks({f"{index} {k}": v.clone() for k, v in state.items()})
         assert {bucket.flat.untyped_storage().data_ptr() for bucket in model.bagua.buckets} == memory
         assert len(memory) == 1
-        assert float(loss) < 0.5 * first_loss  # of the same batch, since 4 divides num_steps - 1
+        # Of the same batch, since 4 divides num_steps - 1. Of dgc a sixteenth of the gradients have arrived.
+        assert float(loss) < (1.0 if algorithm == "dgc" else 0.5) * first_loss
         return model.bagua.timeline()
 
 

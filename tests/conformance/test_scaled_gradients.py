@@ -223,13 +223,15 @@ REMEMBERING = {
     "bfloat16": ("bytegrad", {"error_feedback": True, "state_dtype": "bfloat16", "min_compressed_bytes": 0}),
     "qsgd": ("qsgd", {"bits": 4, "error_feedback": True, "min_compressed_bytes": 0}),
     "powersgd": ("powersgd", {"rank": 1}),
+    "demo": ("demo", {"momentum_decay": 0.5}),
+    "dgc": ("dgc", {"momentum": 0.5}),
     "qadam": ("qadam", {"min_compressed_bytes": 0}),
     "qadam_onebit": ("qadam", {"codec": "onebit", "min_compressed_bytes": 0}),
     "own": (Delays(), {}),
 }
 # The others differ in the codec only, which has no part in the scale.
 remembering = pytest.mark.parametrize(
-    "name", slow_but(REMEMBERING, "onebit", "bfloat16", "qsgd", "powersgd", "qadam_onebit", "own")
+    "name", slow_but(REMEMBERING, "onebit", "bfloat16", "qsgd", "powersgd", "demo", "dgc", "qadam_onebit", "own")
 )
 NUM_STEPS = 10
 

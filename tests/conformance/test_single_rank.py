@@ -11,6 +11,7 @@ import bagua
 from tests.conformance.training import (
     ALGORITHMS,
     ANY,
+    WITHOUT_MOMENTUM,
     batch,
     loss_of,
     make_net,
@@ -76,7 +77,8 @@ def _equals_plain_torch(rank, world_size, algorithm, name, set_to_none):
     with process_group():
 
         def wrap(model, optimizers):
-            return bagua.with_bagua(model, optimizers, algorithm=algorithm, bucket_bytes=64 * 1024)
+            options = WITHOUT_MOMENTUM.get(algorithm, {})
+            return bagua.with_bagua(model, optimizers, algorithm=algorithm, bucket_bytes=64 * 1024, **options)
 
         actual = _train(make_net(), OPTIMIZERS[name], wrap, set_to_none)
     assert list(actual) == list(expected)
