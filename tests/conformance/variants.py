@@ -13,6 +13,15 @@ _OPTIONS: dict[str, list[dict[str, Any]]] = {
     "qadam": [{"warmup_steps": 2}, {"warmup_steps": 2, "codec": "onebit"}],
     "decentralized": [{"topology": "shift_one"}, {"topology": "ring", "interval": 2}],
     "low_precision_decentralized": [{}, {"codec": "qsgd:bits=4"}],
+    "choco": [{}, {"codec": "qsgd:bits=4"}],
+    "dgc": [{"k": 64}],
+    "diloco": [
+        {"sync_every": 2},
+        {"sync_every": 4, "fragments": 2, "overlap_steps": 1, "merge": 0.25, "codec": "minmax_uint8"},
+    ],
+    "sparseloco": [{"sync_every": 2}],
+    "slowmo": [{"sync_every": 2}],
+    "noloco": [{"sync_every": 2}],
     "local_sgd": [{"sync_every": 1, "momentum": "reset"}, {"sync_every": 3, "post_local_after": 2}],
     "async_averaging": [{"warmup_steps": 1000}],  # what comes after depends on time
 }
