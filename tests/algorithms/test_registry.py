@@ -34,7 +34,7 @@ def test_codecs_equal_those_of_the_core():
 def test_errors_list_what_is_valid():
     with pytest.raises(
         InvalidArgument,
-        match="unknown algorithm 'sgd'; available: async_averaging, bytegrad, decentralized, diloco, grad",
+        match="unknown algorithm 'sgd'; available: async_averaging, bytegrad, choco, decentralized, demo, dgc, dil",
     ):
         get("sgd")
     with pytest.raises(InvalidArgument, match="unknown codec 'int4'; available: bf16, "):
