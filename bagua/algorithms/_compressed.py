@@ -26,7 +26,25 @@ _LARGEST_BIAS_NUMEL = 65_536  # of a vector that is a bias or a norm's scale; a 
 
 
 @dataclasses.dataclass(kw_only=True)
-class CompressedGradients(Algorithm):
+class CountedGradients(Algorithm):
+    """Counts the backwards that have exchanged gradients."""
+
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        self._num_exchanges = 0
+
+    def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
+        self._num_exchanges += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_exchanges": self._num_exchanges}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_exchanges = state["num_exchanges"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class CompressedGradients(CountedGradients):
     """g <- Q(sum over ranks of Q(g)) / n; a subclass names Q by ``codec_spec``.
 
     Biases, norms and other parameters with at most one dimension are few bytes and sensitive: up to 65,536 elements
@@ -86,10 +104,6 @@ class CompressedGradients(Algorithm):
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**64 - 1")
 
-    def attach(self, training: Training) -> None:
-        super().attach(training)
-        self._num_exchanges = 0
-
     def parameter_state(self) -> dict[str, ParameterState]:
         beta = _BETA if self.error_feedback == MOVING_AVERAGE else None
         state = ParameterState(STATE_DTYPES[self.state_dtype], is_scaled=True, moving_average=beta)
@@ -129,15 +143,6 @@ class CompressedGradients(Algorithm):
             prepare=prepare,
             reason=reason,
         )
-
-    def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
-        self._num_exchanges += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_exchanges": self._num_exchanges}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_exchanges = state["num_exchanges"]
 
 
 def is_bias(parameter: torch.nn.Parameter) -> bool:

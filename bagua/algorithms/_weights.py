@@ -31,6 +31,12 @@ class ExchangedWeights(Algorithm):
         """The index of an optimizer among those that were passed to with_bagua."""
         return next(index for index, other in enumerate(self.training.optimizers) if other is optimizer)
 
+    def count_step(self, optimizer: torch.optim.Optimizer, interval: int) -> int:
+        """Counts a step of ``optimizer``; returns its number if one of every ``interval`` is due, the first, else 0."""
+        index = self.index_of(optimizer)
+        self.num_steps[index] += 1
+        return self.num_steps[index] if (self.num_steps[index] - 1) % interval == 0 else 0
+
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": list(self.num_steps)}
 

@@ -14,7 +14,6 @@ import torch
 
 from bagua import codecs
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._outer import check_range
 from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.base import About, ParameterState
 from bagua.algorithms.registry import register
@@ -79,7 +78,8 @@ class Choco(ExchangedWeights):
             )
         if self.interval < 1:
             raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
-        check_range("consensus", self.consensus, 0, 1.000001, is_least_allowed=False)
+        if not 0 < self.consensus <= 1:
+            raise InvalidArgument(f"consensus is {self.consensus}, expected a number above 0 and at most 1")
         self._codec = codecs.get(self.codec) if self.codec else None  # raises for an unknown one
         if self._codec is not None and self._codec.is_expansive:
             raise InvalidArgument(
@@ -100,11 +100,9 @@ class Choco(ExchangedWeights):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
-        index = self.index_of(optimizer)
-        is_due = self.num_steps[index] % self.interval == 0
-        self.num_steps[index] += 1
-        if is_due and group.size > 1:
-            for exchange in [self._start(bucket, group, self.num_steps[index]) for bucket in buckets]:
+        step = self.count_step(optimizer, self.interval)
+        if step and group.size > 1:
+            for exchange in [self._start(bucket, group, step) for bucket in buckets]:
                 self._finish(exchange)
 
     def _neighbors(self, group: BucketGroup) -> list[int]:

@@ -8,17 +8,16 @@ block of 4096.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Hashable, Sequence
-from typing import Any
+from collections.abc import Generator, Hashable
 
 import torch
 
 from bagua import codecs
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._compressed import is_bias
+from bagua.algorithms._compressed import CountedGradients, is_bias
 from bagua.algorithms._outer import check_range
 from bagua.algorithms._sparse import SenderMean
-from bagua.algorithms.base import About, Algorithm, ParameterState, Training
+from bagua.algorithms.base import About, ParameterState
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, bucket_dtype
 from bagua.distributed.process_group import ReduceOp, Work
@@ -29,7 +28,7 @@ _CHUNK, _DENSEST = 4096, 256
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class DGC(Algorithm):
+class DGC(CountedGradients):
     """m <- mu m + g; v <- v + m; the k largest of each 4096 of v are sent, v and m are 0 there; g <- mean of the sent.
 
     So momentum is inside, and the optimizer is to be torch.optim.SGD without one. Vectors of up to 65,536 elements,
@@ -75,10 +74,6 @@ class DGC(Algorithm):
         # One per stretch of the warm-up, and the last for what follows it.
         self._codecs = [codecs.get(f"topk:chunk={_CHUNK},k={k}") for k in counts]  # raises for another k
 
-    def attach(self, training: Training) -> None:
-        super().attach(training)
-        self._num_exchanges = 0
-
     def parameter_state(self) -> dict[str, ParameterState]:
         state = ParameterState(None, is_scaled=True)
         return {"momentum": state, "unsent": state}
@@ -109,12 +104,3 @@ class DGC(Algorithm):
         if self._num_exchanges >= self.warmup_steps:
             return self._codecs[-1]
         return self._codecs[self._num_exchanges * num_stretches // self.warmup_steps]
-
-    def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
-        self._num_exchanges += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_exchanges": self._num_exchanges}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_exchanges = state["num_exchanges"]

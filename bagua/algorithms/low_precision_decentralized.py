@@ -124,10 +124,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
-        index = self.index_of(optimizer)
-        is_due = self.num_steps[index] % self.interval == 0
-        self.num_steps[index] += 1
-        if group.size == 1 or not is_due:
+        step = self.count_step(optimizer, self.interval)
+        if group.size == 1 or not step:
             return
         under_way: list[tuple[Bucket, torch.Tensor, Work]] = []
         for number, bucket in enumerate(buckets):
@@ -135,7 +133,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
                 self._finish(*under_way.pop(0))
             flat = self._scratch[number % len(self._scratch)][: bucket.num_bytes].view(bucket.dtype)
             bucket.load(flat=flat)
-            under_way.append((bucket, flat, self._start(bucket, flat, self.num_steps[index])))
+            under_way.append((bucket, flat, self._start(bucket, flat, step)))
         for exchange in under_way:
             self._finish(*exchange)
         if self._flags:
