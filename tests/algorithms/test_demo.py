@@ -10,6 +10,7 @@ import torch
 
 import bagua
 from bagua.errors import InvalidArgument
+from bagua.testing import Pool
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
 SIDE, NUMEL, BETA = 64, 5000, 0.9  # a whole chunk and a short one
@@ -20,6 +21,12 @@ COSINES = torch.tensor(
     ],
     dtype=torch.float64,
 )
+
+
+@pytest.fixture(scope="module")
+def pool1():
+    with Pool(1) as pool:
+        yield pool
 
 
 def gradient_of(rank, step, numel=NUMEL):
@@ -100,6 +107,31 @@ def _resumes(rank, world_size):
 
 def test_resumes(pool2):
     pool2.run(_resumes)
+
+
+def _written(rank, world_size, folder):
+    with process_group():
+        model, optimizer = wrapped()
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+        bagua.save(folder, model, optimizer)
+        return model.bagua.state_dict()["parameters"]["states"]["momentum"]["parameters"]["weight"].tolist()
+
+
+def _read_alone(rank, world_size, folder):
+    with process_group():
+        model, optimizer = wrapped()
+        bagua.load(folder, model, optimizer)
+        return [train_step(model, optimizer, 0, step).tolist() for step in (3, 4)]
+
+
+def test_a_single_rank_sends_what_two_have_kept(pool2, pool1, tmp_path):
+    """The mean of their momenta at once, and from then on (1 - beta) g, since nothing is left."""
+    momenta = torch.tensor(pool2.run(_written, args=(str(tmp_path),)))
+    first, second = (torch.tensor(one) for one in pool1.run(_read_alone, args=(str(tmp_path),))[0])
+    expected = BETA * momenta.mean(0) + (1 - BETA) * gradient_of(0, 3)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second, (1 - BETA) * gradient_of(0, 4), rtol=1e-5, atol=1e-6)
 
 
 def _bytes(rank, world_size):

@@ -9,10 +9,17 @@ import torch
 
 import bagua
 from bagua.errors import InvalidArgument
+from bagua.testing import Pool
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 from tests.distributed.worlds import fast_in
 
 CHUNK, SHAPE, NUMEL, MU, STEPS = 4096, (50, 100), 5000, 0.5, 7  # a whole chunk and a short one
+
+
+@pytest.fixture(scope="module")
+def pool1():
+    with Pool(1) as pool:
+        yield pool
 
 
 def gradient_of(rank, step, shape=SHAPE):
@@ -103,6 +110,32 @@ def _resumes(rank, world_size):
 
 def test_resumes(pool2):
     pool2.run(_resumes)
+
+
+def _written(rank, world_size, folder):
+    with process_group():
+        model, optimizer = wrapped()
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+        bagua.save(folder, model, optimizer)
+        states = model.bagua.state_dict()["parameters"]["states"]
+        return [states[name]["parameters"]["weight"].tolist() for name in ("momentum", "unsent")]
+
+
+def _read_alone(rank, world_size, folder):
+    with process_group():
+        model, optimizer = wrapped()
+        bagua.load(folder, model, optimizer)
+        return [train_step(model, optimizer, 0, step).tolist() for step in (3, 4)]
+
+
+def test_a_single_rank_sends_what_two_have_kept(pool2, pool1, tmp_path):
+    """The means of what has waited and of the momenta; from then on it is plain momentum."""
+    momentum, unsent = torch.tensor(pool2.run(_written, args=(str(tmp_path),))).mean(0).view(2, *SHAPE)
+    for result, step in zip(pool1.run(_read_alone, args=(str(tmp_path),))[0], (3, 4), strict=True):
+        momentum = MU * momentum + gradient_of(0, step)
+        torch.testing.assert_close(torch.tensor(result), momentum + unsent, rtol=1e-5, atol=1e-5)
+        unsent = 0 * unsent
 
 
 def _bytes(rank, world_size):
