@@ -4,12 +4,12 @@ Two parts. The losses are those of a real training, over loopback, where every m
 each step, and the same batches: those on held-out text by step, of the mean of all ranks' weights. The first steps
 average gradients under every method, as the papers do before they begin, and count for none. The learning rate
 then stays as it is, so that a method that has not reached DDP's loss by its last step trains on, for as many steps
-again at most. The times are those of a larger model of the same kind, of ten million parameters, on four hosts with
+again at most. The times are those of a larger model of the same kind, of eleven million parameters, on four hosts with
 links of a given rate, played by `bagua bench replay`: real tensors and real communication, and a sleep instead of
 compute, since the machine has fewer cores than ranks. The time to a loss is the number of steps to it times the median
 of a step.
 
-    sudo .venv/bin/python -m benchmarks.training.time_to_loss [--steps 700] [--rates 1000 100 20] [--quick]
+    sudo .venv/bin/python -m benchmarks.training.time_to_loss [--steps 600] [--rates 1000 100 20] [--quick]
 
 DDP is torch's, on gloo, with gradients sent in bfloat16. Of the time a share computes: compute alone over the step. At
 most it is the share that the bytes allow at the rate of the link, less what `overlap_steps` of them hide.
@@ -17,7 +17,6 @@ most it is the share that the bytes allow at the rate of the link, less what `ov
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import statistics
@@ -100,7 +99,7 @@ def measure(system: str, seed: int, start: int, num_steps: int, until: float | N
         is_reached = until is None or losses.get(index, 0.0) <= until
         if index >= num_steps and bagua.get_default_group().broadcast_plain(is_reached, 0):
             break
-    with contextlib.suppress(AttributeError):
+    if name != BASELINE:
         model.bagua.remove()
     bagua.destroy_process_group()
     torch.distributed.destroy_process_group()
@@ -120,8 +119,8 @@ def _wrap(model: Any, optimizer: Any, name: str, options: dict[str, Any]) -> Any
     return wrapped
 
 
-def _profile(step_ms: float) -> str:
-    """Writes the profile of the model, whose steps take as long; returns its path. A third of a step is forward."""
+def _write_profile(step_ms: float, path: Path) -> None:
+    """Writes the profile of the model, whose steps take as long; a third of a step is forward."""
     from bagua.replay.profiles import Layer, Profile
 
     model = _byte_lm().ByteTransformer(*TIMED)
@@ -133,9 +132,7 @@ def _profile(step_ms: float) -> str:
     for name, tensors in parts.items():
         ms = step_ms * sum(tensor.numel() for tensor in tensors) / total
         layers.append(Layer(name, tuple(tuple(tensor.shape) for tensor in tensors), ms / 3, 2 * ms / 3))
-    path = Path(tempfile.mkdtemp()) / "byte_transformer.json"
     Profile("byte_transformer", f"benchmarks/training/time_to_loss.py, {step_ms:g} ms a step", tuple(layers)).save(path)
-    return str(path)
 
 
 def _utilisation_bound(outcome: Any, options: dict[str, Any]) -> float:
@@ -180,7 +177,7 @@ def _steps_to(losses: dict[int, float], loss: float) -> int | None:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=int, nargs="+", default=[1000, 100, 20], help="Mbit/s of every host's link")
     parser.add_argument("--step-ms", type=float, default=50.0, help="of compute, when times are taken")
@@ -207,10 +204,11 @@ def main() -> None:
         shown = ", ".join(f"{losses[num_steps]:.3f}" for losses in of_seeds.values())
         cells.append([system, shown, f"{over:+.1%}", ", ".join(str(one or f"> {2 * num_steps}") for one in to)])
     result.say("### Losses", "", *report.aligned(cells))
-    profile = _profile(args.step_ms)
     for rate in args.rates:
-        case = Case(profile, 1.0, NUM_RANKS, 1, rate)
-        alone, *outcomes = play(case, list(SYSTEMS), 3 if args.quick else 5)
+        with tempfile.TemporaryDirectory() as folder:
+            _write_profile(args.step_ms, path := Path(folder) / "byte_transformer.json")
+            case = Case(str(path), 1.0, NUM_RANKS, 1, rate)
+            alone, *outcomes = play(case, list(SYSTEMS), 3 if args.quick else 5)
         baseline = next(one for one in outcomes if one.system == BASELINE)
         cells = [["method", "step ms", "MB/step", "computes", "of at most", "time to DDP's loss s", "sooner than DDP"]]
         for outcome in outcomes:
