@@ -22,7 +22,14 @@ from bagua.errors import InvalidArgument
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 AUTO = "auto"
 _LEAST_SETTLED = 0.96  # of the ratio of v's norms, and the most by its inverse (1-bit Adam, section 7)
-_DEFAULTS = {"warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "variance_floor": 1e-6}
+DEFAULTS = {
+    "warmup_steps": 100,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "variance_floor": 1e-6,
+    "refresh_doubling": 0,
+}
 
 
 # A group before "auto" has found the step that ends its warm-up; with the norm of its v at the last look, and its step.
@@ -34,6 +41,26 @@ def warmup_of(group: Mapping[str, Any]) -> float:
     if group["warmup_steps"] != AUTO:
         return group["warmup_steps"]
     return math.inf if group["settled_at"] is None else group["settled_at"]
+
+
+def refreshes_v(step: int, group: Mapping[str, Any]) -> bool:
+    """Returns whether step ``step`` of a parameter, which counts from 1, is one that v learns from."""
+    return step <= warmup_of(group) and (step == 1 or num_refreshes(step, group) > num_refreshes(step - 1, group))
+
+
+def num_refreshes(step: int, group: Mapping[str, Any]) -> int:
+    """Returns the number of the first ``step`` steps that v learns from.
+
+    Example:
+        >>> [num_refreshes(step, {"warmup_steps": 9, "refresh_doubling": 2}) for step in range(1, 11)]
+        [1, 2, 3, 3, 4, 4, 5, 5, 5, 5]
+    """
+    step, per_doubling = min(step, warmup_of(group)), group["refresh_doubling"]
+    if not per_doubling or not step:
+        return step
+    num_doublings = ((step - 1) // per_doubling + 1).bit_length() - 1
+    begin = per_doubling * (2**num_doublings - 1) + 1  # the first step at this distance
+    return num_doublings * per_doubling + (step - begin) // 2**num_doublings + 1
 
 
 class QAdam(torch.optim.Optimizer):
@@ -64,6 +91,8 @@ class QAdam(torch.optim.Optimizer):
         betas, eps, weight_decay: those of Adam, with the same defaults. The decay is added to the gradient (L2).
         variance_floor: 0 or more, a share of the mean of v; 1e-6 by default, the smallest power of ten with which the
             tasks of docs/convergence.md train under both codecs of the paper; 0 is the paper's algorithm.
+        refresh_doubling: v is refreshed at steps of the warm-up whose distance is 1 and doubles after every so many
+            (0/1 Adam, arXiv 2202.06009); in between it is as after the warm-up. 0: at all of them.
         fused: whether one kernel of bagua's makes the whole step of many parameters. None: for those on a device;
             for those on the CPU torch's operators, whose bits are torch.optim.Adam's. True: for all. The numbers are
             the same but for what operators round in between: float16 and bfloat16 round once. A state_dict fits either.
@@ -92,15 +121,16 @@ class QAdam(torch.optim.Optimizer):
         weight_decay: float | None = None,
         variance_floor: float | None = None,
         *,
+        refresh_doubling: int | None = None,
         fused: bool | None = None,
     ) -> None:
         if fused is not None and not isinstance(fused, bool):
             raise InvalidArgument(f"fused is {fused!r}, expected True, False or None")
-        options = zip(_DEFAULTS, (warmup_steps, betas, eps, weight_decay, variance_floor), strict=True)
-        given = {name: value for name, value in options if value is not None}
+        values = (warmup_steps, betas, eps, weight_decay, variance_floor, refresh_doubling)
+        given = {name: value for name, value in zip(DEFAULTS, values, strict=True) if value is not None}
         check_options({"lr": lr, **given})
         # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
-        super().__init__(params, {"lr": lr, **_DEFAULTS, **_UNSETTLED, **given, "given": given, "fused": fused})
+        super().__init__(params, {"lr": lr, **DEFAULTS, **_UNSETTLED, **given, "given": given, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as for any optimizer.
@@ -110,8 +140,8 @@ class QAdam(torch.optim.Optimizer):
                 fused and cannot be.
         """
         if isinstance(param_group, dict):  # torch refuses others
-            check_options({name: param_group[name] for name in ("lr", *_DEFAULTS) if name in param_group})
-            own = {name: param_group[name] for name in _DEFAULTS if name in param_group}
+            check_options({name: param_group[name] for name in ("lr", *DEFAULTS) if name in param_group})
+            own = {name: param_group[name] for name in DEFAULTS if name in param_group}
             param_group["given"] = {**self.defaults["given"], **own}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -134,7 +164,7 @@ class QAdam(torch.optim.Optimizer):
             InvalidArgument: the state is of an optimizer that steps in another way.
         """
         _check_is_adam(state_dict, self.param_groups)
-        names = (*_DEFAULTS, *_UNSETTLED, "given", "fused")
+        names = (*DEFAULTS, *_UNSETTLED, "given", "fused")
         options = [{name: group[name] for name in names} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, kept in zip(self.param_groups, options, strict=True):
@@ -157,6 +187,7 @@ class QAdam(torch.optim.Optimizer):
                         f"{option} is {value!r} for {whose} and {given!r} for {name}.param_groups[{index}]; give it to "
                         "one of them, to the optimizer where the groups differ"
                     )
+            check_options({**options, **group["given"]})
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Sets options of all parameter groups, later ones too, that neither they nor the constructor were given.
@@ -175,6 +206,12 @@ class QAdam(torch.optim.Optimizer):
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Returns True if the warm-up of ``parameter``, which is of ``group``, is over."""
         return int(self.state.get(parameter, {}).get("step", 0)) >= warmup_of(group)
+
+    def denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Returns what the last step of ``parameter``, which is of ``group``, divided m by; of its shape."""
+        state, beta2 = self.state[parameter], group["betas"][1]
+        correction = (1 - beta2 ** num_refreshes(int(state["step"]), group)) ** 0.5
+        return state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,9 +235,14 @@ class QAdam(torch.optim.Optimizer):
                     self._start(parameter)
                     (fused if _is_fused(parameter, group) else others).append(parameter)
             self._step_fused(fused, group)
-            is_warm = [self.is_warm(parameter, group) for parameter in others]
-            self._step_adam([p for p, warm in zip(others, is_warm, strict=True) if not warm], group)
-            self._step_frozen([p for p, warm in zip(others, is_warm, strict=True) if warm], group)
+            refreshed = [p for p in others if refreshes_v(int(self.state[p]["step"]) + 1, group)]
+            fresh = set(map(id, refreshed))
+            self._step_frozen([p for p in others if id(p) not in fresh], group)
+            if group["refresh_doubling"]:
+                self._step_frozen(refreshed, group, refreshes=True)
+            else:
+                self._step_adam(refreshed, group)
+            self._raise_variances(self._about_to_freeze(refreshed, group), group["variance_floor"])
             if group["warmup_steps"] == AUTO and group["settled_at"] is None:
                 self._look_whether_settled(group)
         return loss
@@ -251,8 +293,9 @@ class QAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        ended = [parameter for parameter in parameters if self.is_warm(parameter, group)]
-        self._raise_variances(ended, group["variance_floor"])
+
+    def _about_to_freeze(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
+        return [p for p in parameters if not refreshes_v(int(self.state[p]["step"]) + 1, group)]
 
     def _raise_variances(self, parameters: list[torch.Tensor], variance_floor: float) -> None:
         """v <- max(v, ``variance_floor`` times its mean) where v is not 0.
@@ -269,27 +312,28 @@ class QAdam(torch.optim.Optimizer):
             return
         torch._foreach_add_(self._of_all(parameters, "step"), 1)
         beta1, beta2 = group["betas"]
-        warmup_steps, factors_of = warmup_of(group), {}
+        factors_of, is_fresh = {}, {}
         launches: dict[tuple[torch.device, torch.dtype, bool], _Launch] = {}
-        ended = []
+        refreshed = []
         for parameter in parameters:
             state = self.state[parameter]
-            step = float(state["step"])
+            step = int(state["step"])
             if step not in factors_of:
-                correction = (1 - beta2 ** min(step, warmup_steps)) ** 0.5
+                correction = (1 - beta2 ** num_refreshes(step, group)) ** 0.5
                 factors_of[step] = (-group["lr"] / (1 - beta1**step), correction)
-            if step == warmup_steps:
-                ended.append(parameter)
-            key = (parameter.device, parameter.dtype, step > warmup_steps)
+                is_fresh[step] = refreshes_v(step, group)
+            if is_fresh[step]:
+                refreshed.append(parameter)
+            key = (parameter.device, parameter.dtype, not is_fresh[step])
             if key not in launches:
                 launches[key] = _Launch(*key)
             launches[key].add(parameter, state, factors_of[step])
         options = (beta1, beta2, group["eps"], group["weight_decay"])
         for launch in launches.values():
             launch.run(options)
-        self._raise_variances(ended, group["variance_floor"])
+        self._raise_variances(self._about_to_freeze(refreshed, group), group["variance_floor"])
 
-    def _step_frozen(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _step_frozen(self, parameters: list[torch.Tensor], group: dict[str, Any], refreshes: bool = False) -> None:
         if not parameters:
             return
         beta1, beta2 = group["betas"]
@@ -299,11 +343,14 @@ class QAdam(torch.optim.Optimizer):
         exp_avgs, steps = self._of_all(parameters, "exp_avg"), self._of_all(parameters, "step")
         torch._foreach_add_(steps, 1)
         exp_avg_sqs = self._of_all(parameters, "exp_avg_sq")
+        if refreshes:
+            torch._foreach_mul_(exp_avg_sqs, beta2)
+            torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avgs, torch._foreach_sign(exp_avg_sqs))  # 1, and 0 where v is 0
-        correction = (1 - beta2 ** warmup_of(group)) ** 0.5
+        corrections = [(1 - beta2 ** num_refreshes(int(step), group)) ** 0.5 for step in steps]
         denominators = torch._foreach_sqrt(exp_avg_sqs)
-        torch._foreach_div_(denominators, correction)
+        torch._foreach_div_(denominators, corrections)
         torch._foreach_add_(denominators, group["eps"])
         step_sizes = [-group["lr"] / (1 - beta1 ** float(step)) for step in steps]
         torch._foreach_addcdiv_(parameters, exp_avgs, denominators, step_sizes)
@@ -418,6 +465,14 @@ def check_options(options: dict[str, Any]) -> None:
     if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise InvalidArgument(
             f"warmup_steps is {steps!r}, expected an integer of at least 1, or {AUTO!r}: v is learnt in the warm-up"
+        )
+    doubling = options.get("refresh_doubling", 0)
+    if isinstance(doubling, bool) or not isinstance(doubling, int) or doubling < 0:
+        raise InvalidArgument(f"refresh_doubling is {doubling!r}, expected an integer of 0 or more")
+    if doubling and steps == AUTO:
+        raise InvalidArgument(
+            f"refresh_doubling is {doubling} with warmup_steps={AUTO!r}, which looks at a v that is refreshed at every "
+            "step; give the warm-up's steps, or leave refresh_doubling at 0"
         )
     betas = options.get("betas", (0, 0))
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2

@@ -285,8 +285,16 @@ class OuterSteps(ExchangedWeights):
 
     # --- the warm-up: gradients are averaged
 
+    def averages(self, index: int) -> bool:
+        """Returns whether the next step of optimizer ``index`` is on averaged gradients; the same on all ranks."""
+        return min(self.num_steps) < self.schedule.warmup_steps
+
+    def due(self, index: int) -> int | None:
+        """Returns the fragment that is due after the local step that optimizer ``index`` has just made, if one is."""
+        return self.schedule.due(self._num_local_steps[index])
+
     def stage(self) -> Stage:
-        return Stage(synchronises_gradients=min(self.num_steps, default=0) < self.schedule.warmup_steps)
+        return Stage(synchronises_gradients=any(map(self.averages, range(len(self.num_steps)))))
 
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
         return group.all_reduce(bucket, ReduceOp.AVG)
@@ -297,9 +305,9 @@ class OuterSteps(ExchangedWeights):
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         index = self.index_of(optimizer)
-        is_local = not self.stage().synchronises_gradients
+        was_averaged = self.averages(index)
         self.num_steps[index] += 1
-        if not is_local:
+        if was_averaged:
             if self.num_steps[index] >= self.schedule.warmup_steps:
                 self._take_reference(buckets)
             return
@@ -307,7 +315,7 @@ class OuterSteps(ExchangedWeights):
         step, exchanges = self._num_local_steps[index], self._exchanges[index]
         if exchanges and exchanges[0].due <= step:
             self._finish(index, exchanges.pop(0), self.schedule.merge)
-        fragment = self.schedule.due(step)
+        fragment = self.due(index)
         if fragment is None:
             return
         exchange = self._start(fragment, step, buckets, group)
@@ -320,6 +328,12 @@ class OuterSteps(ExchangedWeights):
     def after_exchange(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         """Runs after an exchange was started, and finished if none overlaps."""
 
+    def to_sent(self, bucket: Bucket) -> None:
+        """Makes of the delta that ``bucket.flat`` holds what travels; by default it does itself."""
+
+    def from_sent(self, bucket: Bucket) -> None:
+        """Makes a delta of the aggregate of what has travelled, in ``bucket.flat``."""
+
     def _start(self, fragment: int, step: int, buckets: Sequence[Bucket], group: BucketGroup) -> _Exchange:
         mine = [bucket for bucket in buckets if bucket.fragment == fragment]
         exchange = _Exchange(fragment, step + self.schedule.overlap_steps, mine)
@@ -331,6 +345,7 @@ class OuterSteps(ExchangedWeights):
                 flat = bucket.flat
                 # Local steps of smaller weights began with the reference rounded to their dtype.
                 torch.sub(bucket.state(REFERENCE).to(flat.device, flat.dtype), flat, out=flat)
+                self.to_sent(bucket)
             exchange.started.append((bucket, self.aggregate.start(bucket, group, step)))
         # A program may end while other ranks still need this one.
         exchange.before_close = functools.partial(_take_part, exchange, self.aggregate)
@@ -351,6 +366,7 @@ class OuterSteps(ExchangedWeights):
         self._merged_at[index][exchange.fragment] = self._num_local_steps[index]
         for bucket in exchange.buckets:
             if self.rule is not None:
+                self.from_sent(bucket)
                 self._step(bucket, self.rule, merge)
             bucket.store()
 

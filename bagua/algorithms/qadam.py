@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua import codecs, optim
+from bagua.algorithms._adam import AdamOptions, warmup_of_all
 from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._compressed import CompressedGradients
 from bagua.algorithms.base import About, Stage, Training
@@ -31,7 +32,7 @@ _WARMUP, _COMPRESSED = "warm-up", "compressed"
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class QAdam(CompressedGradients):
+class QAdam(AdamOptions, CompressedGradients):
     """Warm-up: g <- mean g, Adam. Then: m <- mean over ranks of C(m_i), and x <- x - lr m / (sqrt(v) + eps).
 
     The model's optimizers must be ``bagua.optim.QAdam``, and step all its parameters that train. The options of Adam
@@ -66,12 +67,6 @@ class QAdam(CompressedGradients):
         paper="[2102.02888](https://arxiv.org/abs/2102.02888)",
     )
 
-    optimizer_class = optim.QAdam
-    warmup_steps: int | str | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    variance_floor: float | None = None
     codec: str = "minmax_uint8"
     error_feedback: bool | None = None
 
@@ -83,23 +78,9 @@ class QAdam(CompressedGradients):
         super().__post_init__()
         if not self.average:
             raise InvalidArgument("algorithm 'qadam' averages momentum; average=False would let it grow with the ranks")
-        optim.check_options(self._adam_options())
-
-    def _adam_options(self) -> dict[str, Any]:
-        names = ("warmup_steps", "betas", "eps", "weight_decay", "variance_floor")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def codec_spec(self) -> str:
         return self.codec
-
-    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().check(optimizers)
-        for index, optimizer in enumerate(optimizers):
-            optimizer.check_given(self._adam_options(), "algorithm 'qadam'", f"optimizers[{index}]")
-            if any(hasattr(p, "to_local") for options in optimizer.param_groups for p in options["params"]):
-                raise InvalidArgument(
-                    "algorithm 'qadam' steps no DTensors; take 'bytegrad' or 'qsgd' and an optimizer of torch for them"
-                )
 
     def attach(self, training: Training) -> None:
         super().attach(training)
@@ -112,10 +93,6 @@ class QAdam(CompressedGradients):
         }
         self._coded: list[Member] = []  # those that a codec is for, in an order that all layouts share
         self._is_warm, self._late = False, []
-
-    def begin(self, buckets: Sequence[Bucket]) -> None:
-        for optimizer in self.training.optimizers:
-            optimizer.set_options(self._adam_options())
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         members = sorted((m for bucket in buckets for m in bucket.members), key=lambda member: member.index)
@@ -133,10 +110,7 @@ class QAdam(CompressedGradients):
 
     def stage(self) -> Stage:
         """The warm-up of the model, or what follows it; asked once per backward, so ``exempt`` need not count again."""
-        self._is_warm = all(
-            optimizer.num_steps() >= max(map(optim.warmup_of, filter(_trains, optimizer.param_groups)), default=0)
-            for optimizer in self.training.optimizers
-        )
+        self._is_warm = all(optimizer.num_steps() >= warmup_of_all(optimizer) for optimizer in self.training.optimizers)
         self._late = [member.name for member in self._coded if self._is_warm and not self._has_warmed_up(member)]
         if not self._is_warm:
             return Stage(_WARMUP)
@@ -196,11 +170,6 @@ class _Terms(NamedTuple):
     beta: float
     decay: float
     scale: float | torch.Tensor  # S
-
-
-def _trains(options: dict[str, Any]) -> bool:
-    """Returns True for a parameter group of which not all is frozen."""
-    return any(parameter.requires_grad for parameter in options["params"])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,8 +2,8 @@
 
 A system is written as on the command line: `ddp`, `ddp_fp16`, `ddp_bf16`, `ddp_minmax_uint8` (bagua.ddp.comm_hook), or
 an algorithm, with options: `qsgd:bits=4`, `ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing,
-as a device would run it; only `qadam` has its own, whose time counts. With the option `overlap=False` an algorithm that
-exchanges gradients copies them into its buckets and begins when backward has ended.
+as a device would run it; only `qadam` and `zero_one_adam` have their own, whose time counts. With `overlap=False` an
+algorithm that exchanges gradients copies them into its buckets and begins when backward has ended.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ _WARM_FROM_S = 3.0  # steps that take this long need only one warm-up step
 _ROUNDS = 3  # rounds of async, one sample each
 # A measurement is repeated above these shares.
 _MOST_STOLEN = 0.1  # of processor time, taken by the hypervisor
+_WITH_QADAM = ("qadam", "zero_one_adam")
 _MOST_SLEPT = 0.05  # of the profile's step, by which compute alone (sleeping) took longer
 
 
@@ -132,7 +133,7 @@ def check(system: str) -> None:
     _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
     algorithm = _algorithm_of(name, options)
     goes_on = inspect.isgeneratorfunction(algorithm.communicate)
-    if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam" or goes_on):
+    if "overlap" in options and (algorithm.exchanges != "gradients" or name in _WITH_QADAM or goes_on):
         raise bagua.InvalidArgument(
             "option overlap is for algorithms that exchange gradients, each bucket in one go, and leave the step to "
             "any optimizer; drop it"
@@ -360,7 +361,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
 
 def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Returns the optimizer for the system of that name."""
-    if name == "qadam":
+    if name in _WITH_QADAM:
         return bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
     return NoOptimizer(parameters)
 

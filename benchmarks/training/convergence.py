@@ -30,7 +30,10 @@ from benchmarks.training.convergence_tasks import DDP, TASKS, Setup
 
 RANKS = 4
 SEEDS = (0, 1, 2)
-_OPTIMIZERS = {"qadam": "qadam"}  # optimizers of algorithms that need their own; the others step with SGD
+_OPTIMIZERS = {
+    "qadam": "qadam",
+    "zero_one_adam": "qadam",
+}  # optimizers of algorithms that need their own; the others step with SGD
 _ONEBIT = {"codec": "onebit", "error_feedback": True}
 # Variants by algorithm, in addition to its defaults: its options, and those of Setup. Unknown codecs are skipped.
 _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
@@ -52,6 +55,11 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
         ({"codec": "onebit"}, {"warmup": 0.2}),
         ({"codec": "onebit"}, {"warmup": 0.5}),
         ({"codec": "onebit", "variance_floor": 0.0}, {"warmup": 0.2}),
+    ],
+    "zero_one_adam": [
+        ({"max_interval": 1}, {"warmup": 0.2}),
+        ({"interval_doubling": 20}, {"warmup": 0.2}),
+        ({"refresh_doubling": 16, "max_interval": 1}, {"warmup": 0.5}),
     ],
     "decentralized": [
         ({"topology": "ring"}, {}),

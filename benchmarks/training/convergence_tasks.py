@@ -25,7 +25,11 @@ import bagua
 
 DDP, PLAIN = "ddp", "gradient_allreduce"
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-_OWN_WARMUP = {"qadam": "warmup_steps", "local_sgd": "post_local_after"}  # options that count steps
+_OWN_WARMUP = {
+    "qadam": "warmup_steps",
+    "zero_one_adam": "warmup_steps",
+    "local_sgd": "post_local_after",
+}  # options that count steps
 _RAMP = 0.05  # share of the run in which the learning rate rises; then it falls linearly to 0 at the end
 
 

@@ -47,7 +47,9 @@ class Case:
     @property
     def momentum(self) -> float | None:
         """The argument of `measure_one` that selects the optimizer."""
-        return None if self.algorithm == "qadam" else 0.9
+        import bagua
+
+        return None if bagua.algorithms.get(self.algorithm).optimizer_class is bagua.optim.QAdam else 0.9
 
     def __str__(self) -> str:
         return ", ".join([f"`{self.algorithm}`", *(f"`{name}={value!r}`" for name, value in self.options.items())])

@@ -10,6 +10,7 @@ import torch
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import (
+    ANY,
     OF_WEIGHTS,
     assert_equal_on_all_ranks,
     batch,
@@ -32,13 +33,26 @@ EVERY_STEP = {
     "noloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "consensus": 1.0},
     "sparseloco": {"sync_every": 1, "outer_lr": 1.0, "feedback_decay": 1.0, "codec": "bf16", "clip_to_median": False},
     "slowmo": {"sync_every": 1, "slow_momentum": 0.0},
+    "zero_one_adam": {"max_interval": 1, "codec": ""},
     "async_averaging": {"sync_interval": 0.0},
 }
 
 
+def _sgd(algorithm, parameters, lr):
+    """SGD, or an optimizer of the algorithm's own kind whose steps are SGD's: with v = 1, and without momentum."""
+    parameters = list(parameters)
+    if bagua.algorithms.get(algorithm).optimizer_class is ANY:
+        return torch.optim.SGD(parameters, lr=lr)
+    optimizer = bagua.optim.QAdam(parameters, lr=lr, betas=(0.0, 0.999), warmup_steps=1)
+    for parameter in parameters:  # behind the warm-up, in which gradients are averaged
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros + 0.001}
+    return optimizer
+
+
 def _wrap(algorithm, model, optimizers=None, **options):
     if optimizers is None:
-        optimizers = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
+        optimizers = _sgd(algorithm, [p for p in model.parameters() if p.requires_grad], lr=0.001)
     options = {**EVERY_STEP.get(algorithm, {}), **options}
     return bagua.with_bagua(model, optimizers, algorithm=algorithm, **options), optimizers
 
@@ -113,7 +127,7 @@ def _accumulation(rank, world_size, algorithm):
         results = []
         for is_split in (True, False):
             model = torch.nn.Linear(16, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = _sgd(algorithm, model.parameters(), lr=0.1)
             _wrap(algorithm, model, optimizer, **({"warmup_steps": 9} if algorithm == "async_averaging" else {}))
             with torch.no_grad():
                 model.weight.fill_(0.1), model.bias.zero_()
@@ -226,6 +240,8 @@ def _closure(rank, world_size, algorithm):
 
 @of_few
 def test_an_optimizer_with_a_closure(pool2, algorithm):
+    if bagua.algorithms.get(algorithm).optimizer_class is not ANY:
+        pytest.skip("it steps with an optimizer of its own")
     pool2.run(_closure, args=(algorithm,))
 
 
@@ -238,11 +254,11 @@ def _optimizers(rank, world_size, algorithm):
             _wrap(algorithm, model, ())
         trainable = [p for p in model.parameters() if p.requires_grad]
         with pytest.raises(InvalidArgument, match="no optimizer that was passed to with_bagua steps 'exact.bias'"):
-            _wrap(algorithm, model, torch.optim.SGD(trainable[:-1], lr=0.1))
-        twice = [torch.optim.SGD(trainable, lr=0.1), torch.optim.SGD(trainable[:1], lr=0.1)]
+            _wrap(algorithm, model, _sgd(algorithm, trainable[:-1], lr=0.1))
+        twice = [_sgd(algorithm, trainable, lr=0.1), _sgd(algorithm, trainable[:1], lr=0.1)]
         with pytest.raises(InvalidArgument, match="'scale' is stepped by optimizers 0 and 1"):
             _wrap(algorithm, model, twice)
-        halves = [torch.optim.SGD(trainable[:4], lr=0.001), torch.optim.SGD(trainable[4:], lr=0.001)]
+        halves = [_sgd(algorithm, trainable[:4], lr=0.001), _sgd(algorithm, trainable[4:], lr=0.001)]
         _wrap(algorithm, model, halves)
         indices = {id(m.parameter): bucket.optimizer_index for bucket in model.bagua.buckets for m in bucket.members}
         assert [indices[id(p)] for p in trainable] == [0] * 4 + [1] * (len(trainable) - 4)
@@ -286,7 +302,7 @@ def _with_a_closure(rank, world_size, algorithm):
         for with_closure in (False, True):
             torch.manual_seed(0)
             model = torch.nn.Linear(16, 1)
-            _, optimizer = _wrap(algorithm, model, torch.optim.SGD(model.parameters(), lr=0.1))
+            _, optimizer = _wrap(algorithm, model, _sgd(algorithm, model.parameters(), lr=0.1))
             for step in range(3):
                 if not with_closure:
                     loss_of(model, batch(rank, step)).backward()
@@ -335,11 +351,12 @@ def _made_anew(rank, world_size, algorithm):
                 model.scale.mul_(1.0)
             if number == 0:
                 loss_of(model, batch(rank, 1)).backward()  # and two forwards follow one another without one
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
+        kind = type(optimizer).__name__
+        optimizer = _sgd(algorithm, [p for p in model.parameters() if p.requires_grad], lr=0.001)
         loss_of(model, batch(rank, 1)).backward()
         meet()
         optimizer.step()
-        text = rf"weights of optimizers\[0\] \(SGD\) have changed.*'{algorithm}'.*again"
+        text = rf"weights of optimizers\[0\] \({kind}\) have changed.*'{algorithm}'.*again"
         with pytest.warns(RuntimeWarning, match=text):
             for _ in range(2):
                 model(batch(rank, 2)[0])

@@ -51,7 +51,7 @@ def _train(group, variant, num_steps=7):
     spread = max(float((theirs[name] - weights[name]).abs().max()) for theirs in everyone for name in weights)
     assert (
         spread == 0
-        if algorithm in OF_GRADIENTS or options.get("warmup_steps")
+        if algorithm in OF_GRADIENTS or options.get("warmup_steps", 0) >= num_steps
         else (0 < spread < 0.05) == (group.size > 1 and options.get("sync_every") != 1)
     )
     assert losses[-1] < losses[0]
