@@ -45,6 +45,8 @@ def warmup_of(group: Mapping[str, Any]) -> float:
 
 def refreshes_v(step: int, group: Mapping[str, Any]) -> bool:
     """Returns whether step ``step`` of a parameter, which counts from 1, is one that v learns from."""
+    if not group["refresh_doubling"]:
+        return step <= warmup_of(group)
     return step <= warmup_of(group) and (step == 1 or num_refreshes(step, group) > num_refreshes(step - 1, group))
 
 
@@ -92,7 +94,8 @@ class QAdam(torch.optim.Optimizer):
         variance_floor: 0 or more, a share of the mean of v; 1e-6 by default, the smallest power of ten with which the
             tasks of docs/convergence.md train under both codecs of the paper; 0 is the paper's algorithm.
         refresh_doubling: v is refreshed at steps of the warm-up whose distance is 1 and doubles after every so many
-            (0/1 Adam, arXiv 2202.06009); in between it is as after the warm-up. 0: at all of them.
+            (0/1 Adam, arXiv 2202.06009); in between it is as after the warm-up, with the floor, and its bias
+            correction counts refreshes. 0: at all of them.
         fused: whether one kernel of bagua's makes the whole step of many parameters. None: for those on a device;
             for those on the CPU torch's operators, whose bits are torch.optim.Adam's. True: for all. The numbers are
             the same but for what operators round in between: float16 and bfloat16 round once. A state_dict fits either.
@@ -143,6 +146,7 @@ class QAdam(torch.optim.Optimizer):
             check_options({name: param_group[name] for name in ("lr", *DEFAULTS) if name in param_group})
             own = {name: param_group[name] for name in DEFAULTS if name in param_group}
             param_group["given"] = {**self.defaults["given"], **own}
+            check_options(param_group["given"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         kind = next((parameter.dtype for parameter in group["params"] if parameter.is_complex()), None)

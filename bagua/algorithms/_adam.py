@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from bagua import optim
-from bagua.algorithms.base import Algorithm
-from bagua.buckets import Bucket
+from bagua.algorithms.base import Algorithm, Training
+from bagua.buckets import Bucket, Member
 from bagua.errors import InvalidArgument
 
 
@@ -47,13 +47,33 @@ class AdamOptions(Algorithm):
                     "for them"
                 )
 
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        # The index of a parameter's optimizer, and of its group there, since load_state_dict makes new groups.
+        self.places = {
+            id(parameter): (index, number)
+            for index, optimizer in enumerate(training.optimizers)
+            for number, options in enumerate(optimizer.param_groups)
+            for parameter in options["params"]
+        }
+
+    def optimizer_of(self, member: Member) -> tuple[optim.QAdam, dict[str, Any]]:
+        """Returns the optimizer of a parameter, and its group."""
+        index, number = self.places[id(member.parameter)]
+        optimizer = self.training.optimizers[index]
+        return optimizer, optimizer.param_groups[number]
+
     def begin(self, buckets: Sequence[Bucket]) -> None:
         for optimizer in self.training.optimizers:
             optimizer.set_options(self.adam_options())
         super().begin(buckets)
 
 
+def training_groups(optimizer: optim.QAdam) -> list[dict[str, Any]]:
+    """Returns the parameter groups of which not all is frozen."""
+    return [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
+
+
 def warmup_of_all(optimizer: optim.QAdam) -> float:
-    """Returns the steps of the longest warm-up of a parameter group of which not all is frozen."""
-    training = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
-    return max(map(optim.warmup_of, training), default=0)
+    """Returns the steps of the longest warm-up of its ``training_groups``."""
+    return max(map(optim.warmup_of, training_groups(optimizer)), default=0)

@@ -116,8 +116,9 @@ class Mean:
 
     def start(self, bucket: Bucket, group: BucketGroup, step: int) -> Work:
         """See ``Aggregate``."""
-        if self.codec is None or bucket.dtype not in self.codec.dtypes:
-            reason = "" if self.codec is None else f"codec {self.codec.spec} does not encode {bucket.dtype}"
+        if self.codec is None or not bucket.kind:
+            is_coded = self.codec is None or bucket.dtype in self.codec.dtypes
+            reason = "" if is_coded else f"codec {self.codec.spec} does not encode {bucket.dtype}"
             return group.all_reduce(bucket, ReduceOp.AVG, reason=reason)
         if self.decay is not None and self.decay != 1:
             residuals = bucket.residuals(RESIDUAL, self.codec, False)
@@ -276,7 +277,7 @@ class OuterSteps(ExchangedWeights):
                 self._exchanges[index].append(_Exchange(one["fragment"], one["due"], mine))
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        if not self.stage().synchronises_gradients:
+        if not all(map(self.averages, range(len(self.num_steps)))):
             self._take_reference(buckets)
 
     def _take_reference(self, buckets: Sequence[Bucket]) -> None:
@@ -424,9 +425,9 @@ class OuterSteps(ExchangedWeights):
     # --- the global model
 
     def synchronize(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
-        if self.stage().synchronises_gradients:
-            return
         for index, exchanges in enumerate(self._exchanges):
+            if self.averages(index):
+                continue
             mine = [bucket for bucket in buckets if bucket.optimizer_index == index]
             while exchanges:
                 self._finish(index, exchanges.pop(0), 0.0)

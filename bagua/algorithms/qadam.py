@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from bagua import codecs, optim
+from bagua import codecs
 from bagua.algorithms._adam import AdamOptions, warmup_of_all
 from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._compressed import CompressedGradients
@@ -84,19 +84,12 @@ class QAdam(AdamOptions, CompressedGradients):
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        # Maps a parameter's id to its optimizer and the index of its group, since load_state_dict makes new groups.
-        self._place_of = {
-            id(parameter): (optimizer, index)
-            for optimizer in training.optimizers
-            for index, options in enumerate(optimizer.param_groups)
-            for parameter in options["params"]
-        }
         self._coded: list[Member] = []  # those that a codec is for, in an order that all layouts share
         self._is_warm, self._late = False, []
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         members = sorted((m for bucket in buckets for m in bucket.members), key=lambda member: member.index)
-        unknown = [member.name for member in members if id(member.parameter) not in self._place_of]
+        unknown = [member.name for member in members if id(member.parameter) not in self.places]
         if unknown:
             raise InvalidArgument(
                 "algorithm 'qadam' sends the momentum of every parameter that trains, but no optimizer that was passed "
@@ -124,12 +117,8 @@ class QAdam(AdamOptions, CompressedGradients):
         return f"{_WARMUP} of {_listed(late)}" if late else ""
 
     def _has_warmed_up(self, member: Member) -> bool:
-        optimizer, options = self._optimizer_of(member)
+        optimizer, options = self.optimizer_of(member)
         return optimizer.is_warm(member.parameter, options)
-
-    def _optimizer_of(self, member: Member) -> tuple[optim.QAdam, dict[str, Any]]:
-        optimizer, index = self._place_of[id(member.parameter)]
-        return optimizer, optimizer.param_groups[index]
 
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
         if self.exempt(bucket) or group.size == 1:
@@ -158,7 +147,7 @@ class QAdam(AdamOptions, CompressedGradients):
         return work
 
     def _terms(self, member: Member) -> _Terms:
-        optimizer, options = self._optimizer_of(member)
+        optimizer, options = self.optimizer_of(member)
         exp_avg = optimizer.state.get(member.parameter, {}).get("exp_avg")
         return _Terms(exp_avg, options["betas"][0], options["weight_decay"], self.training.loss_scale)
 

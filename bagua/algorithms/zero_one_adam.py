@@ -1,4 +1,4 @@
-"""zero_one_adam: Adam whose v is refreshed ever more rarely, then local steps whose momentum is averaged in one bit.
+"""zero_one_adam: Adam in a warm-up, then local steps whose momentum is averaged in one bit, ever more rarely.
 
 Data path: policy, on the engine of ``_outer.py``, with ``bagua.optim.QAdam``. What travels of D, how far the weights
 have moved since the last exchange, is u = D (sqrt(v) + eps), the sum of the steps' lr m: so the mean of u gives the
@@ -10,18 +10,19 @@ Invariant: v is the same on all ranks, since every step that refreshes it is on 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from bagua import codecs, optim
-from bagua.algorithms._adam import AdamOptions, warmup_of_all
+from bagua.algorithms._adam import AdamOptions, training_groups, warmup_of_all
 from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._compressed import is_bias
 from bagua.algorithms._outer import REFERENCE, RESIDUAL, Mean, OuterSGD, OuterSteps, Schedule, check_range
 from bagua.algorithms.base import About, ParameterState, Training
 from bagua.algorithms.registry import register
-from bagua.buckets import Bucket, Member
+from bagua.buckets import Bucket
 from bagua.errors import InvalidArgument
 
 
@@ -33,6 +34,9 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
     u sums lr m over the steps since the last exchange, where lr stands for lr / (1 - b1^t); C is a codec with error
     feedback. In the warm-up, steps that refresh v (``refresh_doubling`` of QAdam) average gradients, and u is exchanged
     after each of the others; after the warm-up, at distances that double.
+
+    With ``codec`` parameters of one dimension travel at full precision. What the codec leaves out of u stays as it is
+    when the learning rate falls, so m is off by more after a sudden fall.
 
     The model's optimizers must be ``bagua.optim.QAdam``. The options of Adam may be given to either; given to both they
     must be equal. A parameter must take part in every step, or in none: one that came late would learn v on this rank
@@ -53,7 +57,7 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
     """
 
     about = About(
-        sends="in the warm-up a few gradients at full precision; then momentum, summed over local steps, in 1 bit",
+        sends="gradients at full precision in the warm-up; then momentum, summed over local steps, in 1 bit",
         to="all ranks",
         when="after an optimizer step, which waits; at last after every 16th",
         bytes_per_step="2 (n-1)/n G / 32, at last divided by 16",
@@ -86,27 +90,30 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
     def attach(self, training: Training) -> None:
         super().attach(training)
         self._sums = [[0.0] * len(optimizer.param_groups) for optimizer in training.optimizers]  # of lr / (1 - b1^t)
-        # Maps a parameter's id to its optimizer's index and the index of its group.
-        self._place_of = {
-            id(parameter): (index, number)
-            for index, optimizer in enumerate(training.optimizers)
-            for number, options in enumerate(optimizer.param_groups)
-            for parameter in options["params"]
-        }
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         self.num_steps = [optimizer.num_steps() for optimizer in self.training.optimizers]
         super().begin(buckets)
 
+    def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
+        return super().bucket_class(parameter) and not is_bias(parameter)
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().check(optimizers)
+        for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+            if parameter.dtype.itemsize < 4:
+                raise InvalidArgument(
+                    f"algorithm {self.name!r} makes momentum of how far weights have moved, which {parameter.dtype} "
+                    "rounds away; keep weights in float32, under torch.autocast, or take algorithm 'qadam'"
+                )
+
     # --- which steps
 
     def averages(self, index: int) -> bool:
-        step = self.num_steps[index] + 1
-        return any(optim.refreshes_v(step, options) for options in self.training.optimizers[index].param_groups)
+        step, groups = self.num_steps[index] + 1, training_groups(self.training.optimizers[index])
+        return self.training.group.size == 1 or any(optim.refreshes_v(step, options) for options in groups)
 
     def due(self, index: int) -> int | None:
-        if self.training.group.size == 1:
-            return None
         num_after = self.num_steps[index] - warmup_of_all(self.training.optimizers[index])
         if num_after <= 0:
             return 0
@@ -117,9 +124,13 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         index, step = self.index_of(optimizer), optimizer.num_steps()
-        self.num_steps[index] = step - 1  # a state may have been loaded meanwhile
+        if step != self.num_steps[index] + 1:
+            raise InvalidArgument(
+                f"optimizers[{index}] has made {step} steps, expected {self.num_steps[index] + 1}: give each of its "
+                "steps a gradient, and load model.bagua's state with the optimizer's, or call with_bagua after loading"
+            )
         sums = [0.0] * len(optimizer.param_groups)
-        if step and not self.averages(index):
+        if not self.averages(index):
             rates = [options["lr"] / (1 - options["betas"][0] ** step) for options in optimizer.param_groups]
             sums = [total + rate for total, rate in zip(self._sums[index], rates, strict=True)]
         self._sums[index] = sums
@@ -129,7 +140,7 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
 
     def to_sent(self, bucket: Bucket) -> None:
         for member in bucket.members:
-            optimizer, options, _ = self._place(member)
+            optimizer, options = self.optimizer_of(member)
             num_steps, state = self.num_steps[bucket.optimizer_index], optimizer.state.get(member.parameter)
             if not state:  # it has never been used, nor moved
                 continue
@@ -143,7 +154,9 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
 
     def from_sent(self, bucket: Bucket) -> None:
         for member in bucket.members:
-            optimizer, options, total = self._place(member)
+            optimizer, options = self.optimizer_of(member)
+            index, number = self.places[id(member.parameter)]
+            total = self._sums[index][number]
             state = optimizer.state.get(member.parameter)
             if not state:
                 member.view.zero_()
@@ -152,12 +165,6 @@ class ZeroOneAdam(AdamOptions, OuterSteps):
             if total:
                 state["exp_avg"].copy_(member.view / total)
             member.view.div_(optimizer.denominator(member.parameter, options))
-
-    def _place(self, member: Member) -> tuple[optim.QAdam, dict[str, Any], float]:
-        """Returns optimizer and group of ``member``, and the sum of its lr / (1 - b1^t) since the last exchange."""
-        index, number = self._place_of[id(member.parameter)]
-        optimizer = self.training.optimizers[index]
-        return optimizer, optimizer.param_groups[number], self._sums[index][number]
 
     def _finish(self, index: int, exchange: Any, merge: float) -> None:
         super()._finish(index, exchange, merge)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 
 import bagua
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
@@ -145,6 +146,52 @@ def test_trains_in_one_bit(pool4):
     assert distances[0] > 0.9 and distances[-1] < 0.25 and math.isfinite(distances[-1]), distances[::30]
 
 
+def _resumed(rank, world_size):
+    """With residuals, and two optimizers of which one is behind the warm-up when the model is wrapped."""
+    with process_group():
+        results = []
+        for saves_at in (None, 13):
+
+            def wrapped():
+                model = Quadratic(shapes=((64, 64), (32, 32)))
+                optimizers = [bagua.optim.QAdam([part], lr=0.05, warmup_steps=5) for part in model.parts]
+                return model, optimizers
+
+            def wrap(model, optimizers):
+                bagua.with_bagua(model, optimizers, algorithm="zero_one_adam", interval_doubling=3, max_interval=4)
+
+            def step_all(model, optimizers, step):
+                model.zero_grad()
+                model(target_of(rank, step, model.numel).float()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+            model, optimizers = wrapped()
+            for step in range(6):
+                model.zero_grad()
+                model(target_of(0, step, model.numel).float()).backward()
+                optimizers[0].step()
+            before = [part.detach().clone() for part in model.parts]
+            wrap(model, optimizers)
+            for step in range(20):
+                step_all(model, optimizers, step)
+                if step == 0:
+                    moved = [float((part - was).abs().max()) for part, was in zip(model.parts, before, strict=True)]
+                    assert max(moved) < 0.2, moved  # a few learning rates
+                if step == saves_at:
+                    states = [copy.deepcopy(one.state_dict()) for one in (model, *optimizers, model.bagua)]
+                    model, optimizers = wrapped()
+                    wrap(model, optimizers)
+                    for one, state in zip((model, *optimizers, model.bagua), states, strict=True):
+                        one.load_state_dict(state)
+            results.append(torch.cat([part.detach().reshape(-1) for part in model.parts]))
+        assert torch.equal(*results)
+
+
+def test_resumes_bit_for_bit_and_optimizers_warm_up_by_themselves(pool2):
+    pool2.run(_resumed)
+
+
 def _comes_late(rank, world_size):
     with process_group():
         model = Quadratic()
@@ -155,6 +202,26 @@ def _comes_late(rank, world_size):
             last = model.parts[1].square().sum() if step == 3 else 0.0
             (model.parts[0].square().sum() + last).backward()
             optimizer.step()
+
+
+def _refused(rank, world_size):
+    with process_group():
+        model = Quadratic(dtype=torch.bfloat16)
+        optimizer = bagua.optim.QAdam(model.parameters())
+        with pytest.raises(InvalidArgument, match=r"torch.bfloat16 rounds away; keep weights in float32"):
+            bagua.with_bagua(model, optimizer, algorithm="zero_one_adam")
+        model, other = Quadratic(), Quadratic()
+        optimizer, ahead = (bagua.optim.QAdam(one.parameters(), warmup_steps=2) for one in (model, other))
+        bagua.with_bagua(model, optimizer, algorithm="zero_one_adam")
+        for step in range(3):
+            step_once(other, ahead, 0, step)
+        optimizer.load_state_dict(ahead.state_dict())
+        with pytest.raises(BaguaError, match=r"optimizers\[0\] has made 4 steps, expected 1: .* with_bagua after"):
+            step_once(model, optimizer, rank, 0)
+
+
+def test_refuses_what_it_cannot_train(pool2):
+    pool2.run(_refused)
 
 
 def test_refuses_a_parameter_that_comes_late(pool2):

@@ -216,6 +216,8 @@ def _dtypes(rank, world_size, algorithm):
 
 @of_all
 def test_dtypes(pool2, algorithm):
+    if algorithm == "zero_one_adam":
+        pytest.skip("it refuses 16 bits; see tests/algorithms/test_zero_one_adam.py")
     pool2.run(_dtypes, args=(algorithm,))
 
 
