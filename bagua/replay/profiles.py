@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -177,12 +177,16 @@ class SleepingModel(torch.nn.Module):
     when they are called, and each layer ends at the time of the profile, so work of the host in between, in hooks for
     example, costs no accelerator time. Gradients take no computation: they are the same memory in every step, filled
     once from ``torch.manual_seed``'s generator. Weights are zero, because no result depends on them.
+
+    Args:
+        profile: the layers and their times.
+        device: keeps the time otherwise than by sleeping.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, device: Device | None = None) -> None:
         super().__init__()
         self.profile = profile
-        self._device = _Device()
+        self._device = _Device() if device is None else device
         self.layers = torch.nn.ModuleList(_SleepingLayer(layer, self._device) for layer in profile.layers)
 
     def forward(self) -> torch.Tensor:
@@ -194,21 +198,29 @@ class SleepingModel(torch.nn.Module):
         return _Begin.apply(x, self._device)
 
 
-class _Device:
-    """An emulated accelerator that only keeps time."""
+class Device(Protocol):
+    """An accelerator that only keeps time."""
 
     def begin(self) -> None:
         """Begins new work now; earlier work is done."""
-        self._busy_until = time.monotonic()
 
     def work(self, seconds: float) -> None:
         """Waits for the next ``seconds`` of work, which began when the previous work ended."""
+
+
+class _Device:
+    """A device that sleeps."""
+
+    def begin(self) -> None:
+        self._busy_until = time.monotonic()
+
+    def work(self, seconds: float) -> None:
         self._busy_until += seconds
         time.sleep(max(0.0, self._busy_until - time.monotonic()))
 
 
 class _SleepingLayer(torch.nn.Module):
-    def __init__(self, layer: Layer, device: _Device) -> None:
+    def __init__(self, layer: Layer, device: Device) -> None:
         super().__init__()
         self.forward_s, self.backward_s = layer.forward_ms / 1e3, layer.backward_ms / 1e3
         self.device = device
@@ -240,7 +252,7 @@ class _Begin(torch.autograd.Function):
     """The node at which backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, device: _Device) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, device: Device) -> torch.Tensor:
         ctx.device = device
         return x.clone()
 

@@ -140,7 +140,7 @@ def check(system: str) -> None:
         )
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
         raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; drop it")
-    algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
+    algorithm.check([optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
 
 
 def check_scaled(system: str, profile: Profile, scale: float) -> None:
@@ -326,7 +326,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     name, options = parse(system)
     overlaps = options.pop("overlap", True)
     parameters = list(model.parameters())
-    optimizer = _optimizer_of(name, parameters)
+    optimizer = optimizer_of(name, parameters)
     forward: torch.nn.Module = model
     if name in HOOKS:
         defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 has no init_sync
@@ -359,7 +359,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     return step if overlaps else step_in_turn
 
 
-def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Returns the optimizer for the system of that name."""
     if name in _WITH_QADAM:
         return bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)

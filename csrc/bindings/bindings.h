@@ -17,5 +17,6 @@ void bind_events(pybind11::module_& m);
 void bind_group(pybind11::module_& m);
 void bind_order(pybind11::module_& m);
 void bind_topology(pybind11::module_& m);
+void bind_simulator(pybind11::module_& m);
 
 }  // namespace bagua

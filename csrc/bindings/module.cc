@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   bagua::bind_adam(m);
   bagua::bind_order(m);
   bagua::bind_topology(m);
+  bagua::bind_simulator(m);
   bagua::bind_torch_link(m);
   bagua::bind_work(m);
   bagua::bind_completion_queue(m);

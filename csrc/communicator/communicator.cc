@@ -87,6 +87,7 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
   interrupt_ = std::move(interrupt);
   stream_ = stream;
   last_interrupt_check_ = Deadline::Clock::now();
+  if (rehearsal_) rehearsal_->begin();
   if (!has_messages_) deactivate_all();
   has_messages_ = has_messages_ || operation.kind == OperationKind::kPointToPoint;
   // Messages of two ranks stay on the channels: a device transport would hold up all others until both have come.
@@ -97,6 +98,7 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
 
 void Communicator::end() {
   interrupt_ = {};
+  if (rehearsal_) rehearsal_->end();
   over_ = nullptr;
   if (device_path_) device_path_->leave(stream_);
   conceal(false);
@@ -114,6 +116,10 @@ Channel& Communicator::channel_for(Request* request, int peer) {
 
 void Communicator::post_send(int peer, const void* data, size_t bytes, Request* request) {
   // const_cast: a send only reads. Notes stay on the channels.
+  if (rehearsal_) {
+    rehearsal_->post(true, peer, const_cast<void*>(data), bytes, request);
+    return count_sent(bytes, !is_on_this_host(peer));
+  }
   if (over_ != nullptr && bytes > 0) return post_over({true, peer, const_cast<void*>(data), bytes}, request);
   Channel& to = channel_for(request, peer);
   to.post_send(operation_, data, bytes, request);
@@ -126,6 +132,11 @@ void Communicator::count_sent(uint64_t bytes, bool over_network) {
 }
 
 void Communicator::post_recv(int peer, void* data, size_t bytes, Request* request) {
+  if (rehearsal_) {
+    rehearsal_->post(false, peer, data, bytes, request);
+    bytes_received_.fetch_add(bytes, std::memory_order_relaxed);
+    return;
+  }
   if (over_ != nullptr && bytes > 0) return post_over({false, peer, data, bytes}, request);
   channel_for(request, peer).post_recv(operation_, data, bytes, request);
   bytes_received_.fetch_add(bytes, std::memory_order_relaxed);
@@ -265,6 +276,7 @@ void Communicator::wait_for_device(const std::function<bool()>& is_done) {
 void Communicator::wait(Request& request) {
   if (request.done.load(std::memory_order_acquire)) return;
   assert(batch_.empty() && "a wait stands in a batch");
+  if (rehearsal_) return rehearsal_->wait(request);
   wait_until(request.peer, [&] { return request.done.load(std::memory_order_acquire); });
 }
 
@@ -363,7 +375,7 @@ bool Communicator::awaits_channel(int peer) {
 }
 
 bool Communicator::shares_memory(int peer) {
-  if (!stream_.is_cpu()) return false;
+  if (!stream_.is_cpu() || rehearsal_) return false;
   if (!same_host_.empty() && !same_host_[static_cast<size_t>(peer)]) return false;
   return channel(peer).shares_memory();
 }
@@ -595,6 +607,7 @@ bool Communicator::is_attached(int peer) const {
 }
 
 void Communicator::cancel() {
+  if (rehearsal_) rehearsal_->cancel();
   forget_batch();
   for (auto& peer : peers_) {
     Channel* c = peer->channel.load(std::memory_order_acquire);

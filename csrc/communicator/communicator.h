@@ -20,6 +20,7 @@
 #include "csrc/common/error.h"
 #include "csrc/communicator/device_path.h"
 #include "csrc/communicator/liveness.h"
+#include "csrc/communicator/rehearsal.h"
 #include "csrc/transport/device_transport.h"
 #include "csrc/transport/transport.h"
 
@@ -120,6 +121,10 @@ class Communicator {
   }
   // Called in every round of a wait, by the thread that waits.
   void set_while_waiting(std::function<void()> look) { while_waiting_ = std::move(look); }
+  // There are no peers: messages are written down and not sent. Before the first operation.
+  void rehearse() { rehearsal_ = std::make_unique<Rehearsal>(); }
+  // Null otherwise. [any thread]
+  const Rehearsal* rehearsal() const { return rehearsal_.get(); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
   // Without a `control`, the link to the peer's process must be there. [any thread]
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control = {});
@@ -206,6 +211,7 @@ class Communicator {
   std::vector<Request*> batched_;
   bool is_batching_ = false;
   std::function<void()> while_waiting_;
+  std::unique_ptr<Rehearsal> rehearsal_;  // null: there are peers
   bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;

@@ -1,4 +1,5 @@
-/* The C ABI of bagua's ordering core (rust_core/src/ffi.rs): the bucket planner, the step and the topologies.
+/* The C ABI of bagua's ordering core (rust_core/src/ffi.rs): the bucket planner, the step, the topologies and the
+ * simulator.
  *
  * Every function returns 0 or a BaguaRustCode, and writes the same number and a message to `error`.
  * No pointer may be null unless its description says so; a null one is BAGUA_RUST_NULL_POINTER (if
@@ -36,6 +37,8 @@ typedef enum BaguaRustCode {
   BAGUA_RUST_NOT_LAID_OUT = 15,        /* no buckets are laid out yet */
   BAGUA_RUST_STEP_OPEN = 16,           /* a step is open, but the call needs it closed */
   BAGUA_RUST_NOT_STARTED_LAST = 17,    /* the bucket is not the one that was launched or resumed last */
+  BAGUA_RUST_INVALID_NETWORK = 18,     /* a network or its ranks have a value that is out of range */
+  BAGUA_RUST_INVALID_PROGRAM = 19,     /* what an operation or a program does makes no sense */
   BAGUA_RUST_INTERNAL = 100            /* a panic was caught; free the handle */
 } BaguaRustCode;
 
@@ -62,6 +65,52 @@ typedef struct BaguaNeighbor {
   bool is_source; /* true if its values are received; false for the own rank */
   bool is_target; /* true if this rank's values are sent to it; false for the own rank */
 } BaguaNeighbor;
+
+/* One thing that a rehearsed operation did: csrc/communicator/rehearsal.h. */
+typedef struct BaguaRehearsedStep {
+  uint32_t kind;   /* 0: a message was sent, 1: received, 2: waited for, 3: the operation ended */
+  int32_t peer;    /* the other rank of a message */
+  uint64_t bytes;  /* the length of a message */
+  uint64_t about;  /* of a message the step of the one in whose place it stands, of a wait that of the message; or ~0 */
+  int64_t busy_ns; /* processor time since the step before */
+} BaguaRehearsedStep;
+
+typedef struct BaguaNetwork {
+  uint64_t size;
+  uint64_t ranks_per_host; /* consecutive ranks */
+  double up;               /* bytes per second that a host's link carries out */
+  double down;             /* and in */
+  double latency;          /* seconds from the last byte on the link to the arrival */
+  double local;            /* bytes per second between the ranks of one host, all together */
+  double per_message;      /* seconds of processor time of each message, at either end */
+  double slowdown;         /* how many times as long the ranks compute as the one that rehearsed */
+} BaguaNetwork;
+
+typedef struct BaguaCost {
+  double seconds;
+  double busy;       /* the part that is processor time */
+  double link_bytes; /* that a host's link carries out */
+} BaguaCost;
+
+typedef struct BaguaEntry {
+  uint32_t action;    /* 0: the thread computes, 1: starts an operation, 2: waits for it, 3: a training step ends,
+                         4: the device begins with new work, 5: the thread waits for so much more of it */
+  uint32_t operation; /* of 1 and 2 */
+  double seconds;     /* of 0 and 5 */
+} BaguaEntry;
+
+typedef struct BaguaOperation {
+  double seconds;    /* from the begin of the last that takes part to the end */
+  uint32_t topology; /* whose neighbours exchange; ~0 for all ranks */
+  uint64_t step;     /* of the topology */
+} BaguaOperation;
+
+typedef struct BaguaStragglers {
+  double sigma;      /* standard deviation of the logarithm of a factor that each rank draws in each step */
+  uint64_t seed;
+  uint64_t slow_rank;
+  double slow_factor; /* how many times as long that rank computes */
+} BaguaStragglers;
 
 /* The next action for the caller; those up to WAIT concern one bucket. */
 typedef enum BaguaDecision {
@@ -187,6 +236,20 @@ int32_t bagua_topology_name(uint32_t topology, char* out_name, uint64_t capacity
 int32_t bagua_topology_neighbors(uint32_t topology, uint64_t size, uint64_t rank, uint64_t step,
                                  BaguaNeighbor* out_neighbors, uint64_t capacity, uint64_t* out_num,
                                  BaguaRustError* error);
+
+/* The cost of a rehearsed operation of `rank` on a network. Pure.
+ * Errors: INVALID_NETWORK, INVALID_PROGRAM, RANK_OUT_OF_RANGE. */
+int32_t bagua_rehearsed_cost(const BaguaRehearsedStep* steps, uint64_t num_steps, uint64_t rank,
+                             const BaguaNetwork* network, BaguaCost* out_cost, BaguaRustError* error);
+
+/* Plays the program of every rank's thread in virtual time, from 0 s. Writes, step by step and rank by rank, when the
+ * training steps ended and how long the thread waited in each; operation by operation and rank by rank, when the
+ * operations began and ended. The lengths are steps x size and operations x size. Pure.
+ * Errors: INVALID_NETWORK, INVALID_PROGRAM, RANK_OUT_OF_RANGE (no rank), TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
+int32_t bagua_play(const BaguaEntry* program, uint64_t num_entries, const BaguaOperation* operations,
+                   uint64_t num_operations, uint64_t size, const BaguaStragglers* stragglers, double* out_step_ends,
+                   double* out_waited, uint64_t num_step_ends, double* out_begins, double* out_ends, uint64_t num_ends,
+                   BaguaRustError* error);
 
 #ifdef __cplusplus
 }

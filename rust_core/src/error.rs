@@ -46,6 +46,10 @@ pub enum ErrorCode {
     StepOpen = 16,
     /// The bucket is not the one that was launched or resumed last.
     NotStartedLast = 17,
+    /// A network or its ranks are described by a value that is out of range.
+    InvalidNetwork = 18,
+    /// What an operation or a program does makes no sense.
+    InvalidProgram = 19,
     /// A panic was caught: a bug in this library.
     Internal = 100,
 }
@@ -78,6 +82,12 @@ pub enum Error {
     BufferTooSmall { argument: &'static str, capacity: u64, required: usize },
     TopologyOutOfRange { topology: u32, num_topologies: usize },
     RankOutOfRange { rank: u64, size: u64 },
+    NetworkValue { name: &'static str, value: u64 },
+    RanksPerHost { size: u64, ranks_per_host: u64 },
+    StepKind { index: usize, kind: u32 },
+    StepPeer { index: usize, peer: i32, size: u64 },
+    StepAbout { index: usize, about: u64 },
+    ProgramEntry { index: usize, action: u32, operation: u32 },
     Internal { panic: String },
 }
 
@@ -107,6 +117,11 @@ impl Error {
             Error::BufferTooSmall { .. } => ErrorCode::BufferTooSmall,
             Error::TopologyOutOfRange { .. } => ErrorCode::TopologyOutOfRange,
             Error::RankOutOfRange { .. } => ErrorCode::RankOutOfRange,
+            Error::NetworkValue { .. } | Error::RanksPerHost { .. } => ErrorCode::InvalidNetwork,
+            Error::StepKind { .. }
+            | Error::StepPeer { .. }
+            | Error::StepAbout { .. }
+            | Error::ProgramEntry { .. } => ErrorCode::InvalidProgram,
             Error::Internal { .. } => ErrorCode::Internal,
         }
     }
@@ -164,6 +179,18 @@ impl fmt::Display for Error {
                 "topology number is {topology}; expected below {num_topologies}; ask for the names, whose indices are the numbers"),
             Error::RankOutOfRange { rank, size } => write!(f,
                 "rank is {rank} of {size} ranks; expected 0 <= rank < size; pass the group's rank and size"),
+            Error::NetworkValue { name, value } => write!(f,
+                "{name} is {}; expected a finite number, 0 or more, and above 0 for a rate; pass seconds, and bytes per second", f64::from_bits(*value)),
+            Error::RanksPerHost { size, ranks_per_host } => write!(f,
+                "{size} ranks do not fill hosts of {ranks_per_host}; expected a multiple; pass as many ranks on every host"),
+            Error::StepKind { index, kind } => write!(f,
+                "step {index} of an operation has the kind {kind}; expected one of the header's; pass what was rehearsed"),
+            Error::StepPeer { index, peer, size } => write!(f,
+                "step {index} of an operation has the peer {peer}; expected another rank of {size}; pass what was rehearsed"),
+            Error::StepAbout { index, about } => write!(f,
+                "step {index} of an operation is about step {about}; expected a message before it; pass what was rehearsed"),
+            Error::ProgramEntry { index, action, operation } => write!(f,
+                "entry {index} of the program has action {action} on operation {operation}; expected an action of the header, and each operation started once, before it is waited for"),
             Error::Internal { panic } => write!(f,
                 "panic in the ordering core: {panic}; expected none, this is a bug in bagua; free the handle and report it"),
         }

@@ -1,7 +1,7 @@
-//! The C ABI of the planner, the step and the topologies; `include/bagua_rust.h` documents each
-//! function.
+//! The C ABI of the planner, the step, the topologies and the simulator; `include/bagua_rust.h`
+//! documents each function.
 //!
-//! Data path: `csrc/bindings/order.cc`, `topology.cc` -> **here** -> `planner`, `step`, `topology`.
+//! Data path: `csrc/bindings/order.cc`, `topology.cc`, `simulator.cc` -> **here** -> the file of that name.
 //!
 //! Invariants: this is the only file with `unsafe`. A null pointer or a panic becomes an error code.
 //! On an error no output is written except `error` and, where the header says so, `out_num`. A
@@ -23,6 +23,8 @@ use std::slice;
 
 use crate::error::{Error, ErrorCode};
 use crate::planner::{plan, PlanOptions, TensorSpec};
+use crate::rehearsed::{cost, Cost, Network, Step};
+use crate::simulator::{play, Entry, Operation, Stragglers};
 use crate::step::{Decision, StepMachine};
 use crate::topology::{Neighbor, Topology, TOPOLOGIES};
 
@@ -218,6 +220,29 @@ export! {
         let found = topology_at(topology)?.neighbors(size as usize, rank as usize, step)?; // as wide, see above
         list("out_neighbors", Some(entries(&found)), out_neighbors, capacity, out_num)?;
     }
+
+    fn bagua_rehearsed_cost(
+        steps: *const Step, num_steps: u64, rank: u64, network: *const Network, out_cost: *mut Cost
+    ) {
+        let out_cost = slot(out_cost, "out_cost")?;
+        out_cost.write(cost(input(steps, num_steps, "steps")?, rank, shared(network, "network")?)?);
+    }
+
+    fn bagua_play(
+        program: *const Entry, num_entries: u64, operations: *const Operation, num_operations: u64, size: u64,
+        stragglers: *const Stragglers, out_step_ends: *mut f64, out_waited: *mut f64, num_step_ends: u64,
+        out_begins: *mut f64, out_ends: *mut f64, num_ends: u64
+    ) {
+        let program = input(program, num_entries, "program")?;
+        let operations = input(operations, num_operations, "operations")?;
+        let times = play(program, operations, size as usize, *shared(stragglers, "stragglers")?)?; // as wide
+        check_capacity("out_step_ends", num_step_ends, times.step_ends.len())?;
+        check_capacity("out_ends", num_ends, times.ends.len())?;
+        fill(output(out_step_ends, num_step_ends, "out_step_ends")?, entries(&times.step_ends));
+        fill(output(out_waited, num_step_ends, "out_waited")?, entries(&times.waited));
+        fill(output(out_begins, num_ends, "out_begins")?, entries(&times.begins));
+        fill(output(out_ends, num_ends, "out_ends")?, entries(&times.ends));
+    }
 }
 
 fn topology_at(topology: u32) -> Result<Topology, Error> {
@@ -390,6 +415,12 @@ mod tests {
         assert_eq!((size_of::<TensorSpec>(), align_of::<TensorSpec>()), (24, 8));
         assert_eq!((size_of::<PlanOptions>(), align_of::<PlanOptions>()), (24, 8));
         assert_eq!((size_of::<Neighbor>(), align_of::<Neighbor>()), (24, 8));
+        assert_eq!((size_of::<Step>(), align_of::<Step>()), (32, 8));
+        assert_eq!((size_of::<Network>(), align_of::<Network>()), (64, 8));
+        assert_eq!((size_of::<Cost>(), align_of::<Cost>()), (24, 8));
+        assert_eq!((size_of::<Entry>(), align_of::<Entry>()), (16, 8));
+        assert_eq!((size_of::<Operation>(), align_of::<Operation>()), (24, 8));
+        assert_eq!((size_of::<Stragglers>(), align_of::<Stragglers>()), (32, 8));
     }
 
     #[test]

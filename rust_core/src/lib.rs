@@ -2,7 +2,8 @@
 //!
 //! Data path: [`planner`] turns tensor sizes and the order in which they are expected to become
 //! ready into buckets; [`step`] turns the events of a training step into decisions, in the same order
-//! on every rank; [`topology`] chooses the ranks that average with each other; [`ffi`] is the C ABI
+//! on every rank; [`topology`] chooses the ranks that average with each other; [`rehearsed`] and
+//! [`simulator`] tell how long that takes on a network; [`ffi`] is the C ABI
 //! through which the extension module uses them.
 //!
 //! Invariants: no tensor pointer, no socket, no thread, no clock, no source of randomness; no
@@ -14,5 +15,7 @@ pub mod error;
 #[allow(unsafe_code)] // raw pointers from C; nowhere else
 pub mod ffi;
 pub mod planner;
+pub mod rehearsed;
+pub mod simulator;
 pub mod step;
 pub mod topology;

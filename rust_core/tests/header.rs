@@ -1,7 +1,7 @@
 //! `include/bagua_rust.h` is written by hand; this keeps it in step with `src/ffi.rs` and
 //! `src/error.rs`: the same functions with the same parameters, the same codes, decisions and
-//! outcomes. (That the types agree is checked by `static_assert`s in `csrc/bindings/order.cc` and
-//! `topology.cc`, and by `src/ffi.rs`.)
+//! outcomes. (That the types agree is checked by `static_assert`s in `csrc/bindings/order.cc`,
+//! `topology.cc` and `simulator.cc`, and by `src/ffi.rs`.)
 
 const HEADER: &str = include_str!("../include/bagua_rust.h");
 const FFI: &str = include_str!("../src/ffi.rs");

@@ -239,7 +239,7 @@ def sent_in_training_and_replay(rank, world_size):
     sent = {}
     for name in OWN_ALGORITHMS:
         model = recorded_model()
-        optimizer = systems._optimizer_of(name, list(model.parameters()))
+        optimizer = systems.optimizer_of(name, list(model.parameters()))
         # How often replicas are compared depends on time, and some methods would not exchange in these steps.
         often = {"sync_every": 2} if hasattr(bagua.algorithms.get(name), "sync_every") else {}
         system = ",".join([f"{name}:check_replicas=False", *(f"{key}={value}" for key, value in often.items())])
