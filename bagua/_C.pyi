@@ -75,12 +75,14 @@ def plan_buckets(
 ) -> tuple[list[int], list[int], list[int]]: ...
 def play(
     program: collections.abc.Sequence[tuple[int, int, float]],
-    operations: collections.abc.Sequence[tuple[float, int, int]],
+    operations: collections.abc.Sequence[tuple[float, int, int, float]],
     size: int,
     sigma: float,
     seed: int,
     slow_rank: int,
     slow_factor: float,
+    rate: float,
+    burst: float,
 ) -> tuple[list[float], list[float], list[float], list[float]]: ...
 def record_spans(count: int) -> None: ...
 def register_device_runtime(kind: str, address: int) -> None: ...

@@ -19,6 +19,7 @@ _COMMANDS = {
     "run": "start a training script on several processes",
     "doctor": "show what this host and its connections offer",
     "bench": "measure a model, and play it on a network",
+    "simulate": "play a model on a network that is not there",
     "timeline": "merge the ranks' timelines, and say who waited",
     "token": "make the secret that the ranks of a job prove to each other",
 }

@@ -21,6 +21,7 @@ class Link:
         latency: seconds from the last byte on the link to its arrival.
         local: bits per second between the ranks of one host, of all of them together.
         per_message: seconds of processor time that a message costs either end.
+        burst: bytes that an idle link saves up at its rate, and carries at once later, as tc's token bucket does.
     """
 
     up: float
@@ -28,15 +29,16 @@ class Link:
     latency: float = 0.0
     local: float = 40e9
     per_message: float = 5e-6
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
         rates = {"up": self.up, "local": self.local, **({} if self.down is None else {"down": self.down})}
         for name, value in rates.items():
             if not 0 < value < math.inf:
                 raise InvalidArgument(f"{name} is {value!r}, expected bits per second, such as 1e9")
-        for name in ("latency", "per_message"):
+        for name, unit in (("latency", "seconds"), ("per_message", "seconds"), ("burst", "bytes")):
             if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidArgument(f"{name} is {getattr(self, name)!r}, expected seconds, such as 0.001")
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}, expected {unit}, 0 or more")
 
     @staticmethod
     def parse(rate: str, latency: str = "0ms") -> Link:
@@ -46,7 +48,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """How much longer than the profile ranks compute.
+    """Factors by which ranks compute longer than the profile says.
 
     Attributes:
         sigma: each rank draws a factor per step, whose logarithm has this standard deviation and the mean 0.

@@ -47,7 +47,7 @@ class Operation:
 
 
 class _Script:
-    """What a rank's thread does, entry by entry; and the device of its model."""
+    """Entry by entry, what a rank's thread does; and the device of its model."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, float]] = []  # an action, with its ticket or its seconds
@@ -100,7 +100,7 @@ class _Network:
         return _C.rehearsal(name, ranks.index(rank), same_host, config.settings().thresholds)
 
     def report(self, cores: list[_C.Group]) -> None:
-        """Does nothing: there is nobody to tell."""
+        """Does nothing: no other rank is there to be told."""
 
     def close_core(self, core: _C.Group) -> None:
         core.close()
@@ -235,8 +235,8 @@ class Rehearsed:
         ]
         topologies = {"": _ALL_RANKS, **{name: number for number, name in enumerate(_C.topologies())}}
         operations = [
-            (seconds, topologies[operation.topology], operation.step)
-            for (seconds, *_), operation in zip(costs, self.operations, strict=True)
+            (seconds, topologies[operation.topology], operation.step, bytes_out)
+            for (seconds, _, bytes_out), operation in zip(costs, self.operations, strict=True)
         ]
         index_of = {ticket: index for index, ticket in enumerate(self._tickets)}
         program: list[tuple[int, int, float]] = []
@@ -248,7 +248,15 @@ class Rehearsed:
                     program.append((action, 0, value * (slowdown if action == _COMPUTE else 1.0)))
         late = stragglers or Stragglers()
         step_ends, waited, begins, ends = _C.play(
-            program, operations * repetitions, self.size, late.sigma, late.seed, late.slow_rank, late.slow_factor
+            program,
+            operations * repetitions,
+            self.size,
+            late.sigma,
+            late.seed,
+            late.slow_rank,
+            late.slow_factor,
+            link.up / 8,
+            link.burst,
         )
         num_steps = self.num_steps * repetitions
         spans = [

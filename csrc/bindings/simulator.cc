@@ -22,11 +22,12 @@ namespace {
 
 // The layouts that rust_core/src/ffi.rs tests on its side.
 static_assert(sizeof(BaguaRehearsedStep) == 32 && offsetof(BaguaRehearsedStep, busy_ns) == 24);
-static_assert(sizeof(RehearsedStep) == 32 && offsetof(RehearsedStep, peer) == 4 && offsetof(RehearsedStep, about) == 16);
+static_assert(sizeof(RehearsedStep) == 32 && offsetof(RehearsedStep, peer) == 4 &&
+              offsetof(RehearsedStep, about) == 16);
 static_assert(sizeof(BaguaNetwork) == 64 && offsetof(BaguaNetwork, slowdown) == 56);
 static_assert(sizeof(BaguaCost) == 24 && sizeof(BaguaEntry) == 16 && offsetof(BaguaEntry, seconds) == 8);
-static_assert(sizeof(BaguaOperation) == 24 && offsetof(BaguaOperation, step) == 16);
-static_assert(sizeof(BaguaStragglers) == 32 && offsetof(BaguaStragglers, slow_factor) == 24);
+static_assert(sizeof(BaguaOperation) == 32 && offsetof(BaguaOperation, link_bytes) == 24);
+static_assert(sizeof(BaguaConditions) == 48 && offsetof(BaguaConditions, burst) == 40);
 
 std::unique_ptr<Group> rehearsal(const std::string& name, int rank, std::vector<bool> same_host,
                                  const std::map<std::string, size_t>& thresholds) {
@@ -78,10 +79,10 @@ std::tuple<double, double, double> rehearsed_cost(Group& group, uint64_t ticket,
 
 using Times = std::vector<double>;
 
-std::tuple<Times, Times, Times, Times> play(const std::vector<std::tuple<uint32_t, uint32_t, double>>& program,
-                                            const std::vector<std::tuple<double, uint32_t, uint64_t>>& operations,
-                                            uint64_t size, double sigma, uint64_t seed, uint64_t slow_rank,
-                                            double slow_factor) {
+std::tuple<Times, Times, Times, Times> play(
+    const std::vector<std::tuple<uint32_t, uint32_t, double>>& program,
+    const std::vector<std::tuple<double, uint32_t, uint64_t, double>>& operations, uint64_t size, double sigma,
+    uint64_t seed, uint64_t slow_rank, double slow_factor, double rate, double burst) {
   std::vector<BaguaEntry> entries;
   size_t num_steps = 0;
   for (const auto& [action, operation, seconds] : program) {
@@ -89,10 +90,10 @@ std::tuple<Times, Times, Times, Times> play(const std::vector<std::tuple<uint32_
     num_steps += action == 3;
   }
   std::vector<BaguaOperation> all;
-  for (const auto& [seconds, topology, step] : operations) all.push_back({seconds, topology, step});
-  const BaguaStragglers stragglers{sigma, seed, slow_rank, slow_factor};
+  for (const auto& [seconds, topology, step, bytes] : operations) all.push_back({seconds, topology, step, bytes});
+  const BaguaConditions conditions{sigma, seed, slow_rank, slow_factor, rate, burst};
   Times step_ends(num_steps * size), waited(num_steps * size), begins(all.size() * size), ends(all.size() * size);
-  call_rust("simulate", bagua_play, entries.data(), entries.size(), all.data(), all.size(), size, &stragglers,
+  call_rust("simulate", bagua_play, entries.data(), entries.size(), all.data(), all.size(), size, &conditions,
             step_ends.data(), waited.data(), step_ends.size(), begins.data(), ends.data(), ends.size());
   return {std::move(step_ends), std::move(waited), std::move(begins), std::move(ends)};
 }
@@ -108,7 +109,7 @@ void bind_simulator(py::module_& m) {
         py::arg("up"), py::arg("down"), py::arg("latency"), py::arg("local"), py::arg("per_message"),
         py::arg("slowdown"), "Seconds, seconds of processor time among them, and bytes of a host's link.");
   m.def("play", &play, py::arg("program"), py::arg("operations"), py::arg("size"), py::arg("sigma"), py::arg("seed"),
-        py::arg("slow_rank"), py::arg("slow_factor"),
+        py::arg("slow_rank"), py::arg("slow_factor"), py::arg("rate"), py::arg("burst"),
         "Ends of the steps, waits in them, begins and ends of the operations; each by rank.");
 }
 

@@ -1,8 +1,8 @@
-// Rehearsal: an operation that runs on one rank without its peers. What it posts and waits for is written down, with the
-// processor time in between, for the simulator (rust_core/src/rehearsed.rs).
+// Rehearsal: an operation that runs on one rank without its peers. What it posts and waits for is written down, with
+// the processor time in between, for the simulator (rust_core/src/rehearsed.rs).
 //
-// A message that is received holds what this rank has sent in its place: the i-th receive of an operation gets the bytes
-// of its i-th send, if they are as many. So values stay finite, and what ranks compare is equal.
+// A message that is received holds what this rank has sent in its place: the i-th receive of an operation gets the
+// bytes of its i-th send, if they are as many. So values stay finite, and what ranks compare is equal.
 //
 // Threads: the one that runs the operation; `operations` is for any.
 #pragma once

@@ -103,14 +103,17 @@ typedef struct BaguaOperation {
   double seconds;    /* from the begin of the last that takes part to the end */
   uint32_t topology; /* whose neighbours exchange; ~0 for all ranks */
   uint64_t step;     /* of the topology */
+  double link_bytes; /* that the link of a rank's host carries */
 } BaguaOperation;
 
-typedef struct BaguaStragglers {
+typedef struct BaguaConditions {
   double sigma;      /* standard deviation of the logarithm of a factor that each rank draws in each step */
   uint64_t seed;
   uint64_t slow_rank;
   double slow_factor; /* how many times as long that rank computes */
-} BaguaStragglers;
+  double rate;        /* bytes per second of a link */
+  double burst;       /* bytes that an idle link saves up at that rate, and carries at once later */
+} BaguaConditions;
 
 /* The next action for the caller; those up to WAIT concern one bucket. */
 typedef enum BaguaDecision {
@@ -247,7 +250,7 @@ int32_t bagua_rehearsed_cost(const BaguaRehearsedStep* steps, uint64_t num_steps
  * operations began and ended. The lengths are steps x size and operations x size. Pure.
  * Errors: INVALID_NETWORK, INVALID_PROGRAM, RANK_OUT_OF_RANGE (no rank), TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
 int32_t bagua_play(const BaguaEntry* program, uint64_t num_entries, const BaguaOperation* operations,
-                   uint64_t num_operations, uint64_t size, const BaguaStragglers* stragglers, double* out_step_ends,
+                   uint64_t num_operations, uint64_t size, const BaguaConditions* conditions, double* out_step_ends,
                    double* out_waited, uint64_t num_step_ends, double* out_begins, double* out_ends, uint64_t num_ends,
                    BaguaRustError* error);
 

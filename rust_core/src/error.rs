@@ -48,7 +48,7 @@ pub enum ErrorCode {
     NotStartedLast = 17,
     /// A network or its ranks are described by a value that is out of range.
     InvalidNetwork = 18,
-    /// What an operation or a program does makes no sense.
+    /// An operation or a program does what makes no sense.
     InvalidProgram = 19,
     /// A panic was caught: a bug in this library.
     Internal = 100,

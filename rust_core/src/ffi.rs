@@ -24,7 +24,7 @@ use std::slice;
 use crate::error::{Error, ErrorCode};
 use crate::planner::{plan, PlanOptions, TensorSpec};
 use crate::rehearsed::{cost, Cost, Network, Step};
-use crate::simulator::{play, Entry, Operation, Stragglers};
+use crate::simulator::{play, Conditions, Entry, Operation};
 use crate::step::{Decision, StepMachine};
 use crate::topology::{Neighbor, Topology, TOPOLOGIES};
 
@@ -230,12 +230,12 @@ export! {
 
     fn bagua_play(
         program: *const Entry, num_entries: u64, operations: *const Operation, num_operations: u64, size: u64,
-        stragglers: *const Stragglers, out_step_ends: *mut f64, out_waited: *mut f64, num_step_ends: u64,
+        conditions: *const Conditions, out_step_ends: *mut f64, out_waited: *mut f64, num_step_ends: u64,
         out_begins: *mut f64, out_ends: *mut f64, num_ends: u64
     ) {
         let program = input(program, num_entries, "program")?;
         let operations = input(operations, num_operations, "operations")?;
-        let times = play(program, operations, size as usize, *shared(stragglers, "stragglers")?)?; // as wide
+        let times = play(program, operations, size as usize, *shared(conditions, "conditions")?)?; // as wide
         check_capacity("out_step_ends", num_step_ends, times.step_ends.len())?;
         check_capacity("out_ends", num_ends, times.ends.len())?;
         fill(output(out_step_ends, num_step_ends, "out_step_ends")?, entries(&times.step_ends));
@@ -419,8 +419,8 @@ mod tests {
         assert_eq!((size_of::<Network>(), align_of::<Network>()), (64, 8));
         assert_eq!((size_of::<Cost>(), align_of::<Cost>()), (24, 8));
         assert_eq!((size_of::<Entry>(), align_of::<Entry>()), (16, 8));
-        assert_eq!((size_of::<Operation>(), align_of::<Operation>()), (24, 8));
-        assert_eq!((size_of::<Stragglers>(), align_of::<Stragglers>()), (32, 8));
+        assert_eq!((size_of::<Operation>(), align_of::<Operation>()), (32, 8));
+        assert_eq!((size_of::<Conditions>(), align_of::<Conditions>()), (48, 8));
     }
 
     #[test]

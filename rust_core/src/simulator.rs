@@ -53,15 +53,18 @@ pub struct Operation {
     pub topology: u32,
     /// The step of the topology.
     pub step: u64,
+    /// Bytes that the link of a rank's host carries in it.
+    pub link_bytes: f64,
 }
 
 /// The number in place of a topology's where every rank waits for every other one.
 pub const ALL_RANKS: u32 = u32::MAX;
 
-/// How much longer than the program ranks compute. The C ABI has the same struct.
+/// The ranks' compute, which may take longer than the program says, and links that save up what they do
+/// not carry. The C ABI has the same struct.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
-pub struct Stragglers {
+pub struct Conditions {
     /// The standard deviation of the logarithm of a factor that each rank draws in each step.
     pub sigma: f64,
     /// A number that decides what is drawn.
@@ -70,6 +73,10 @@ pub struct Stragglers {
     pub slow_rank: u64,
     /// See `slow_rank`; 1 for none.
     pub slow_factor: f64,
+    /// Bytes per second of a link.
+    pub rate: f64,
+    /// Bytes that an idle link saves up at that rate, and carries at once later.
+    pub burst: f64,
 }
 
 /// When everything took place, in seconds since the begin.
@@ -93,11 +100,11 @@ pub struct Times {
 ///
 /// # Example
 /// ```
-/// use bagua_rust::simulator::{play, Entry, Operation, Stragglers, ALL_RANKS};
+/// use bagua_rust::simulator::{play, Entry, Operation, Conditions, ALL_RANKS};
 /// let entry = |action, seconds| Entry { action, operation: 0, seconds };
 /// let program = [entry(0, 1.0), entry(1, 0.0), entry(0, 2.0), entry(2, 0.0), entry(3, 0.0)];
-/// let operation = Operation { seconds: 3.0, topology: ALL_RANKS, step: 0 };
-/// let slow = Stragglers { sigma: 0.0, seed: 0, slow_rank: 1, slow_factor: 2.0 };
+/// let operation = Operation { seconds: 3.0, topology: ALL_RANKS, step: 0, link_bytes: 0.0 };
+/// let slow = Conditions { sigma: 0.0, seed: 0, slow_rank: 1, slow_factor: 2.0, rate: 1.0, burst: 0.0 };
 /// let times = play(&program, &[operation], 2, slow).unwrap();
 /// assert_eq!(times.step_ends, [5.0, 6.0]); // rank 1 starts at 2.0 and computes until 6.0
 /// assert_eq!(times.waited, [2.0, 0.0]);
@@ -106,11 +113,12 @@ pub fn play(
     program: &[Entry],
     operations: &[Operation],
     size: usize,
-    stragglers: Stragglers,
+    conditions: Conditions,
 ) -> Result<Times, Error> {
-    let order = check(program, operations, size, stragglers)?;
-    let mut threads: Vec<Thread> = (0..size).map(|rank| Thread::new(rank as u64, stragglers)).collect();
+    let order = check(program, operations, size, conditions)?;
+    let mut threads: Vec<Thread> = (0..size).map(|rank| Thread::new(rank as u64, conditions)).collect();
     let mut free_at = vec![0.0_f64; size]; // of the workers
+    let mut links = vec![Link { saved: conditions.burst, since: 0.0 }; size]; // of the ranks' hosts
     let unknown = vec![0.0; operations.len() * size];
     let mut times = Times { begins: unknown.clone(), ends: unknown, ..Times::default() };
     for &operation in &order {
@@ -123,7 +131,9 @@ pub fn play(
             .collect();
         let about = operations[operation];
         let begins = begins(&ready, about)?;
-        free_at = begins.iter().map(|begin| begin + about.seconds).collect();
+        for (rank, &begin) in begins.iter().enumerate() {
+            free_at[rank] = begin + links[rank].carry(begin, about, conditions);
+        }
         let place = operation * size..(operation + 1) * size;
         times.ends[place.clone()].copy_from_slice(&free_at);
         times.begins[place].copy_from_slice(&begins);
@@ -158,10 +168,16 @@ fn check(
     program: &[Entry],
     operations: &[Operation],
     size: usize,
-    stragglers: Stragglers,
+    conditions: Conditions,
 ) -> Result<Vec<usize>, Error> {
     let is_time = |value: f64| value >= 0.0 && value.is_finite();
-    for (name, value) in [("sigma", stragglers.sigma), ("slow_factor", stragglers.slow_factor)] {
+    let values = [
+        ("sigma", conditions.sigma),
+        ("slow_factor", conditions.slow_factor),
+        ("rate", conditions.rate),
+        ("burst", conditions.burst),
+    ];
+    for (name, value) in values {
         if !is_time(value) {
             return Err(Error::NetworkValue { name, value: value.to_bits() });
         }
@@ -170,8 +186,10 @@ fn check(
         return Err(Error::RankOutOfRange { rank: 0, size: 0 });
     }
     for operation in operations {
-        if !is_time(operation.seconds) {
-            return Err(Error::NetworkValue { name: "seconds", value: operation.seconds.to_bits() });
+        for (name, value) in [("seconds", operation.seconds), ("link_bytes", operation.link_bytes)] {
+            if !is_time(value) {
+                return Err(Error::NetworkValue { name, value: value.to_bits() });
+            }
         }
         if operation.topology != ALL_RANKS && operation.topology as usize >= TOPOLOGIES.len() {
             let num_topologies = TOPOLOGIES.len();
@@ -200,10 +218,32 @@ fn check(
     Ok(order)
 }
 
+/// A link as a token bucket.
+#[derive(Clone, Copy)]
+struct Link {
+    saved: f64, // bytes
+    since: f64,
+}
+
+impl Link {
+    /// Returns the seconds of an operation that begins at `begin`, less what was saved.
+    fn carry(&mut self, begin: f64, operation: Operation, conditions: Conditions) -> f64 {
+        let Conditions { rate, burst, .. } = conditions;
+        if burst == 0.0 || operation.link_bytes == 0.0 {
+            return operation.seconds;
+        }
+        let saved = burst.min(self.saved + (begin - self.since) * rate);
+        let seconds = (operation.seconds - saved.min(operation.link_bytes) / rate).max(0.0);
+        self.saved = burst.min(saved + seconds * rate - operation.link_bytes).max(0.0);
+        self.since = begin + seconds;
+        seconds
+    }
+}
+
 /// The thread of one rank.
 struct Thread {
     rank: u64,
-    stragglers: Stragglers,
+    conditions: Conditions,
     next: usize,
     now: f64,
     device_free: f64,
@@ -213,10 +253,10 @@ struct Thread {
 }
 
 impl Thread {
-    fn new(rank: u64, stragglers: Stragglers) -> Self {
+    fn new(rank: u64, conditions: Conditions) -> Self {
         Thread {
             rank,
-            stragglers,
+            conditions,
             next: 0,
             now: 0.0,
             device_free: 0.0,
@@ -258,19 +298,19 @@ impl Thread {
 
     /// How many times as long this rank computes in this step.
     fn factor(&self) -> f64 {
-        let is_slow = self.rank == self.stragglers.slow_rank;
-        let own = if is_slow { self.stragglers.slow_factor } else { 1.0 };
-        if self.stragglers.sigma == 0.0 {
+        let is_slow = self.rank == self.conditions.slow_rank;
+        let own = if is_slow { self.conditions.slow_factor } else { 1.0 };
+        if self.conditions.sigma == 0.0 {
             return own;
         }
         // Box and Muller's normal number, of two that rank and step draw.
         let place = self.rank.wrapping_mul(0x1_0000_0001).wrapping_add(self.step_ends.len() as u64);
         let uniform = |which: u64| {
-            let mixed = mix(self.stragglers.seed ^ mix(2 * place + which));
+            let mixed = mix(self.conditions.seed ^ mix(2 * place + which));
             ((mixed >> 11) as f64 + 0.5) / (1_u64 << 53) as f64
         };
         let normal = (-2.0 * uniform(0).ln()).sqrt() * (std::f64::consts::TAU * uniform(1)).cos();
-        own * (self.stragglers.sigma * normal).exp()
+        own * (self.conditions.sigma * normal).exp()
     }
 }
 

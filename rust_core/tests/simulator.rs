@@ -6,7 +6,7 @@ mod random;
 
 use bagua_rust::error::ErrorCode;
 use bagua_rust::rehearsed::{cost, Network, Step};
-use bagua_rust::simulator::{play, Entry, Operation, Stragglers, ALL_RANKS};
+use bagua_rust::simulator::{play, Conditions, Entry, Operation, ALL_RANKS};
 use bagua_rust::topology::TOPOLOGIES;
 
 const NONE: u64 = u64::MAX;
@@ -20,7 +20,8 @@ const NETWORK: Network = Network {
     per_message: 0.0,
     slowdown: 1.0,
 };
-const NOBODY_LATE: Stragglers = Stragglers { sigma: 0.0, seed: 0, slow_rank: 0, slow_factor: 1.0 };
+const NOBODY_LATE: Conditions =
+    Conditions { sigma: 0.0, seed: 0, slow_rank: 0, slow_factor: 1.0, rate: 1.0, burst: 0.0 };
 
 fn message(kind: u32, peer: i32, bytes: u64, about: u64) -> Step {
     Step { kind, peer, bytes, about, busy_ns: 0 }
@@ -124,7 +125,7 @@ struct Oracle<'a> {
     program: &'a [Entry],
     operations: &'a [Operation],
     size: usize,
-    slow: Stragglers,
+    slow: Conditions,
 }
 
 impl Oracle<'_> {
@@ -188,14 +189,19 @@ fn times_are_those_of_the_definition() {
             program.push(entry(0, 0, random.below(3) as f64));
             program.push(entry(1, operation, 0.0));
             let topology = [ALL_RANKS, 1, 2, 3, 4][random.below(5) as usize];
-            operations.push(Operation { seconds: random.below(9) as f64, topology, step: random.below(9) });
+            operations.push(Operation {
+                seconds: random.below(9) as f64,
+                topology,
+                step: random.below(9),
+                link_bytes: 0.0,
+            });
             if random.below(2) == 0 {
                 program.push(entry(2, random.below(u64::from(operation) + 1) as u32, 0.0));
                 program.push(entry(4, 0, 0.0));
             }
         }
         program.push(entry(3, 0, 0.0));
-        let slow = Stragglers { slow_rank: random.below(4), slow_factor: 3.0, ..NOBODY_LATE };
+        let slow = Conditions { slow_rank: random.below(4), slow_factor: 3.0, ..NOBODY_LATE };
         let times = play(&program, &operations, size, slow).unwrap();
         let oracle = Oracle { program: &program, operations: &operations, size, slow };
         for rank in 0..size {
@@ -220,12 +226,36 @@ fn a_slow_rank_holds_up_its_neighbours_alone() {
         ]
     };
     let program: Vec<Entry> = (0..2).flat_map(step).collect();
-    let ring = Operation { seconds: 0.0, topology: 1, step: 0 };
-    let slow = Stragglers { slow_rank: 0, slow_factor: 5.0, ..NOBODY_LATE };
+    let ring = Operation { seconds: 0.0, topology: 1, step: 0, link_bytes: 0.0 };
+    let slow = Conditions { slow_rank: 0, slow_factor: 5.0, ..NOBODY_LATE };
     let times = play(&program, &[ring, ring], 6, slow).unwrap();
     assert_eq!(times.step_ends[..6], [5.0, 5.0, 1.0, 1.0, 1.0, 5.0]);
     assert_eq!(times.step_ends[6..], [10.0, 10.0, 6.0, 2.0, 6.0, 10.0]);
     assert_eq!(times.waited[..6], [0.0, 4.0, 0.0, 0.0, 0.0, 4.0]);
+}
+
+#[test]
+fn an_idle_link_saves_up() {
+    // A step computes for 2 s and exchanges 30 bytes at 10 a second; what is saved, 15 at most, goes at once.
+    let step = |operation| {
+        [
+            Entry { action: 0, operation: 0, seconds: 2.0 },
+            Entry { action: 1, operation, seconds: 0.0 },
+            Entry { action: 2, operation, seconds: 0.0 },
+            Entry { action: 3, operation: 0, seconds: 0.0 },
+        ]
+    };
+    let program: Vec<Entry> = (0..2).flat_map(step).collect();
+    let operation = Operation { seconds: 3.5, topology: ALL_RANKS, step: 0, link_bytes: 30.0 };
+    let ends = |burst| {
+        let conditions = Conditions { rate: 10.0, burst, ..NOBODY_LATE };
+        play(&program, &[operation, operation], 1, conditions).unwrap().step_ends
+    };
+    assert_eq!(ends(0.0), [5.5, 11.0]);
+    // 1.5 s less; of the 0.5 s without the wire 5 bytes are saved, and 15 again after two idle seconds.
+    assert_eq!(ends(15.0), [4.0, 8.0]);
+    // All are there at first, and 20 + 5 later.
+    assert_eq!(ends(100.0), [2.5, 5.0]);
 }
 
 #[test]
@@ -235,7 +265,7 @@ fn drawn_factors_have_the_spread_that_was_asked_for() {
         .map(|(action, seconds)| Entry { action, operation: 0, seconds })
         .collect();
     let draw =
-        |seed| play(&program, &[], 20, Stragglers { sigma: 0.2, seed, ..NOBODY_LATE }).unwrap().step_ends;
+        |seed| play(&program, &[], 20, Conditions { sigma: 0.2, seed, ..NOBODY_LATE }).unwrap().step_ends;
     let ends = draw(1);
     assert!(ends == draw(1) && ends != draw(2));
     let logs: Vec<f64> = (20..ends.len()).map(|index| (ends[index] - ends[index - 20]).ln()).collect();
@@ -247,7 +277,7 @@ fn drawn_factors_have_the_spread_that_was_asked_for() {
 #[test]
 fn programs_that_make_no_sense_are_refused() {
     let entry = |action, operation, seconds| Entry { action, operation, seconds };
-    let operation = Operation { seconds: 1.0, topology: ALL_RANKS, step: 0 };
+    let operation = Operation { seconds: 1.0, topology: ALL_RANKS, step: 0, link_bytes: 0.0 };
     let code = |program: &[Entry], operations: &[Operation], size, slow| {
         play(program, operations, size, slow).unwrap_err().code()
     };
@@ -266,7 +296,7 @@ fn programs_that_make_no_sense_are_refused() {
     assert_eq!(code(&[start], &[unknown], 2, NOBODY_LATE), ErrorCode::TopologyOutOfRange);
     let late = Operation { seconds: f64::INFINITY, ..operation };
     assert_eq!(code(&[start], &[late], 2, NOBODY_LATE), ErrorCode::InvalidNetwork);
-    let bad = Stragglers { sigma: -1.0, ..NOBODY_LATE };
+    let bad = Conditions { sigma: -1.0, ..NOBODY_LATE };
     assert_eq!(code(&[start], &[operation], 2, bad), ErrorCode::InvalidNetwork);
     assert_eq!(code(&[start], &[operation], 0, NOBODY_LATE), ErrorCode::RankOutOfRange);
 }

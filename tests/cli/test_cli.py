@@ -22,7 +22,7 @@ HELP = [
     [],
     ["-h"],
     ["--version"],
-    *([command, "-h"] for command in ("run", "doctor", "bench", "timeline")),
+    *([command, "-h"] for command in ("run", "doctor", "bench", "simulate", "timeline")),
     ["bench", "record", "-h"],
 ]
 

@@ -96,7 +96,7 @@ def test_rehearsals_that_are_refused(arguments, message):
     ("make", "message"),
     [
         (lambda: Link(up=0), "up is 0, expected bits per second"),
-        (lambda: Link(up=1e9, latency=-1.0), "latency is -1.0, expected seconds"),
+        (lambda: Link(up=1e9, latency=-1.0), "latency is -1.0, expected seconds, 0 or more"),
         (lambda: Link.parse("1gbps"), "'1gbps' is not a rate; write a number and one of kbit, mbit, gbit"),
         (lambda: Link.parse("1gbit", "5"), "'5' is not a latency"),
         (lambda: Stragglers(sigma=float("nan")), "sigma is nan"),

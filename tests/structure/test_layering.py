@@ -56,8 +56,10 @@ MAY_IMPORT = {
     "amp": {"data_parallel.handle", "distributed.process_group", "distributed.world"},
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.reducer"},
     "replay": CONFIG | {"files"},  # and public names, of `import bagua`
+    "simulator": CORE | GROUP | {"replay"},  # likewise
     "integrations": set(),  # likewise
-    "cli": CORE | {"net", "distributed", "replay", "profiler.report", "profiler.chrome_trace", "torch_backend"},
+    "cli": CORE
+    | {"net", "distributed", "replay", "simulator", "profiler.report", "profiler.chrome_trace", "torch_backend"},
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
     "torch_backend": CONFIG
@@ -143,6 +145,7 @@ ORDER = {
         "rank": set(),
         "progress": set(),
         "endings": set(),
+        "simulate": CORE | {"replay", "simulator"},
         "make_token": set(),
         "run": CONFIG | {"net.congestion", "torch_backend"},
         "doctor": CORE | {"net", "distributed"},
