@@ -77,20 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _simulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    import bagua
     from bagua.replay.cases import PROFILES
     from bagua.replay.profiles import Profile
     from bagua.replay.report import aligned
     from bagua.replay.systems import check_scaled, parse
-    from bagua.simulator import Link, Stragglers, rehearse
+    from bagua.simulator import Link, Stragglers, available, rehearse
 
     link = Link.parse(args.link, args.latency)
     late = Stragglers(sigma=args.jitter)
     ours = PROFILES / f"{args.profile}.json"
     profile = Profile.load(ours if ours.exists() else args.profile)
     is_all = args.algorithm == [_ALL]
-    names = [name for name in bagua.algorithms.available() if bagua.algorithms.get(name).is_lockstep]
-    systems = [_BASE, *(name for name in names if name != _BASE)] if is_all else args.algorithm
+    systems = [_BASE, *(name for name in available() if name != _BASE)] if is_all else args.algorithm
     if args.timeline is not None and len(systems) != 1:
         parser.error(f"--timeline is of one algorithm, but --algorithm has {len(systems)}")
     rows = [["algorithm", "step ms", "ratio", "waited ms", "link MB"]]

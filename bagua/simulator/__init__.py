@@ -16,6 +16,6 @@ Example:
 """
 
 from bagua.simulator.network import Link, Stragglers
-from bagua.simulator.rehearsal import Rehearsed, Simulated, rehearse
+from bagua.simulator.rehearsal import Rehearsed, Simulated, available, rehearse
 
-__all__ = ["Link", "Rehearsed", "Simulated", "Stragglers", "rehearse"]
+__all__ = ["Link", "Rehearsed", "Simulated", "Stragglers", "available", "rehearse"]

@@ -267,6 +267,11 @@ class Rehearsed:
         return Simulated(max(step_ends[-self.size :]) / num_steps, statistics.mean(waited), link_bytes, spans)
 
 
+def available() -> list[str]:
+    """Returns the names of the algorithms that can be rehearsed, those whose ranks step together."""
+    return [name for name in bagua.algorithms.available() if bagua.algorithms.get(name).is_lockstep]
+
+
 def rehearse(
     profile: Profile, algorithm: str, *, hosts: int, ranks_per_host: int = 1, steps: int = 0, **options: Any
 ) -> Rehearsed:

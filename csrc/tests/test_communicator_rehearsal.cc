@@ -20,7 +20,7 @@ class CommunicatorRehearsal : public ::testing::Test {
     communicator_.set_same_host({true, false, false});
   }
 
-  void begin() { communicator_.begin(Operation{OperationKind::kAllReduce}, Deadline::after(std::chrono::seconds(5))); }
+  void begin() { communicator_.begin(Operation{.kind = OperationKind::kAllReduce}, Deadline::after(std::chrono::seconds(5))); }
 
   Rehearsal::Steps steps(size_t index) const { return communicator_.rehearsal()->operation(index); }
 
@@ -76,7 +76,7 @@ TEST_F(CommunicatorRehearsal, AMessageOfAnotherSizeStandsInNoPlace) {
   communicator_.end();
   for (size_t operation = 0; operation < 2; ++operation) {
     for (const RehearsedStep& step : steps(operation)) {
-      if (step.kind != Kind::kWait) EXPECT_EQ(step.about, RehearsedStep::kNone);
+      EXPECT_EQ(step.about == RehearsedStep::kNone, step.kind != Kind::kWait);
     }
   }
   EXPECT_EQ(received[0], 0);

@@ -171,7 +171,7 @@ THIRD_PARTY_DEFAULT = {"torch", "numpy"}
 # The files that export the public names.
 FACADE = {"__init__", "_public"}
 # Files that use public names only: `import bagua`, and only names of its __all__.
-ON_PUBLIC_NAMES = {"replay", "integrations"}
+ON_PUBLIC_NAMES = {"replay", "integrations", "simulator"}
 
 
 def module_name(path):
