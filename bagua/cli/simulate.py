@@ -99,13 +99,13 @@ def _simulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
             name, options = parse(system)
             try:
                 check_scaled(system, profile, args.scale)
-                hosts = {"hosts": args.hosts, "ranks_per_host": args.ranks_per_host}
-                rehearsed = rehearse(profile.scaled(args.scale), name, **hosts, **options)
             except InvalidArgument as error:
                 if not is_all:
                     raise
                 refused.append(f"{system} is left out: {error}")
                 continue
+            hosts = {"hosts": args.hosts, "ranks_per_host": args.ranks_per_host}
+            rehearsed = rehearse(profile.scaled(args.scale), name, **hosts, **options)
             repetitions = 1 if not args.jitter else -(-100 // rehearsed.num_steps)
             found = rehearsed.play(link, stragglers=late, repetitions=repetitions, slowdown=args.slowdown)
             base_s = found.step_s if name == _BASE else base_s
