@@ -75,7 +75,7 @@ def plan_buckets(
 ) -> tuple[list[int], list[int], list[int]]: ...
 def play(
     program: collections.abc.Sequence[tuple[int, int, float]],
-    operations: collections.abc.Sequence[tuple[float, int, int, float]],
+    operations: collections.abc.Sequence[tuple[float, int, int, float, float]],
     size: int,
     sigma: float,
     seed: int,
@@ -90,7 +90,6 @@ def registered_codecs() -> list[str]: ...
 def rehearsal(
     name: str, rank: int, same_host: collections.abc.Sequence[bool], thresholds: collections.abc.Mapping[str, int]
 ) -> Group: ...
-def rehearsed(group: Group, ticket: int) -> list[tuple[int, int, int, int, int]]: ...
 def rehearsed_cost(
     group: Group,
     ticket: int,

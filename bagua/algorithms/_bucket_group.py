@@ -57,9 +57,8 @@ def _recorded(name: str) -> Callable[..., Work]:
     It takes a ``label``, too, by default the bucket's, and as ``of`` the bucket that a message of its own stands for,
     with ``encoded``, the codec that made it.
     """
-    run = getattr(ProcessGroup, name)
 
-    @functools.wraps(run)
+    @functools.wraps(getattr(ProcessGroup, name))
     def operation(
         self: BucketGroup, *args: Any, label: str = "", of: Bucket | None = None, encoded: str = "", **kwargs: Any
     ) -> Work:
@@ -68,7 +67,7 @@ def _recorded(name: str) -> Callable[..., Work]:
         self._begin(bucket, Declaration(name, encoded or codec), False)
         args = tuple(value.flat if isinstance(value, Bucket) else value for value in args)
         kwargs = {key: value.flat if isinstance(value, Bucket) else value for key, value in kwargs.items()}
-        work = run(self.process_group, *args, **kwargs)
+        work = getattr(self.process_group, name)(*args, **kwargs)
         work.label = label or work.label or self._label(bucket)
         return self._end(bucket, work)
 

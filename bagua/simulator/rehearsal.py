@@ -7,11 +7,9 @@ waits for and computes is in the core (``csrc/communicator/rehearsal.cc``).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +25,13 @@ from bagua.simulator.network import Link, Stragglers
 _COMPUTE, _START, _WAIT, _END_STEP, _BEGIN_DEVICE, _DEVICE = range(6)
 _ALL_RANKS = 2**32 - 1
 _TIMEOUT_S = 300.0
+_SMALL_BYTES = 1 << 20  # above every threshold of a small all_reduce
 _WARM_UP_STEPS = 2  # after the first one buckets may be laid out anew
+# Collectives in which every rank does the same, so that one can stand for all.
+_SYMMETRIC = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "neighbor_average", "difference_ring_average")
+_WARM_UPS = ("warmup_steps", "post_local_after")  # options of algorithms
+# Options with which an algorithm soon does what it does for most of a long training.
+_LATER = {"zero_one_adam": {"interval_doubling": 1}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +56,12 @@ class _Script:
     def __init__(self) -> None:
         self.entries: list[tuple[int, float]] = []  # an action, with its ticket or its seconds
         self.operations: dict[int, Operation] = {}  # by ticket
+        self.is_kept = False
         self._mark_ns = 0
 
     def begin_again(self) -> None:
-        """Forgets what was written down."""
-        self.entries, self.operations = [], {}
+        """Forgets what was written down; from here on it is kept, to be played."""
+        self.entries, self.operations, self.is_kept = [], {}, True
         self._mark_ns = time.thread_time_ns()
 
     def add(self, action: int, value: float = 0.0) -> None:
@@ -64,13 +69,6 @@ class _Script:
         self.entries.append((_COMPUTE, (time.thread_time_ns() - self._mark_ns) / 1e9))
         self.entries.append((action, value))
         self._mark_ns = time.thread_time_ns()
-
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Does not count processor time inside."""
-        spent_ns = time.thread_time_ns() - self._mark_ns
-        yield
-        self._mark_ns = time.thread_time_ns() - spent_ns
 
     def begin(self) -> None:
         self.add(_BEGIN_DEVICE)
@@ -85,8 +83,7 @@ class _RehearsedWork(Work):
 
     def wait(self, timeout: Any = None) -> None:
         self.script.add(_WAIT, self.ticket)
-        with self.script.uncounted():
-            super().wait(timeout)
+        super().wait(timeout)  # whose processor time counts, and not what it waits
 
 
 class _Network:
@@ -118,21 +115,41 @@ class RehearsalGroup(ProcessGroup):
     def __init__(self, hosts: int, ranks_per_host: int) -> None:
         self.script = _Script()
         self._topology = ("", 0)
-        super().__init__(_Network(ranks_per_host), "rehearsal", range(hosts * ranks_per_host), 0, _TIMEOUT_S)
+        network, ranks = _Network(ranks_per_host), range(hosts * ranks_per_host)
+        super().__init__(network, "rehearsal", ranks, 0, _TIMEOUT_S)
+        # Of small tensors, where the ranks are no power of two, rank 0 has the least to do and rank 1 the most.
+        self._busiest = ProcessGroup(network, "busiest", ranks, 1, _TIMEOUT_S) if self.size & (self.size - 1) else None
+        self._instead: dict[int, int] = {}  # tickets there, by ticket
 
-    @property
-    def core(self) -> _C.Group:
-        """The core of the collectives."""
-        return self._core
+    def priced_at(self, ticket: int) -> tuple[_C.Group, int]:
+        """Returns the core whose operation has the time of this one, and its ticket there."""
+        if ticket in self._instead and self._busiest is not None:
+            return self._busiest._core, self._instead[ticket]
+        return self._core, ticket
+
+    def close(self) -> None:
+        super().close()
+        if self._busiest is not None:
+            self._busiest.close()
 
     def subgroup(self, *_: Any) -> ProcessGroup:
         raise InvalidArgument("an algorithm with a group of its own, such as 'async_averaging', cannot be rehearsed")
 
-    def all_reduce(self, *args: Any, hierarchical: bool = False, **options: Any) -> Work:
-        return super().all_reduce(*args, **options, hierarchical=self._checked(hierarchical))
+    def all_reduce(self, tensor: Any, *args: Any, hierarchical: bool = False, **options: Any) -> Work:
+        work = super().all_reduce(tensor, *args, **options, hierarchical=self._checked(hierarchical))
+        if self._busiest is not None and options.get("codec") is None and tensor.nbytes <= _SMALL_BYTES:
+            twin = self._busiest.all_reduce(torch.zeros_like(tensor))
+            twin.wait()
+            self._instead[work.ticket] = twin.ticket
+        return work
 
     def neighbor_average(self, tensor: Any, topology: str = "ring", step: int = 0, **options: Any) -> Work:
         self._checked(options.get("hierarchical", False))
+        if self.script.is_kept and topology in ("shift_one", "matching") and self.size % 2:
+            raise InvalidArgument(
+                f"topology {topology!r} leaves one of {self.size} ranks out in each step, and the one that rehearses "
+                "stands for all; take an even number of ranks"
+            )
         self._topology = (topology, step)
         return super().neighbor_average(tensor, topology, step, **options)
 
@@ -158,6 +175,11 @@ class RehearsalGroup(ProcessGroup):
         return super()._submission(data, False, *others)  # on the worker, whose time counts by itself
 
     def _work(self, core_work: _C.Work, what: str, label: str = "", finish: Any = None, on: Any = None) -> Work:
+        if self.script.is_kept and what not in _SYMMETRIC:
+            raise InvalidArgument(
+                f"the training calls {what}, in which ranks do different things, and one rehearses for all; leave out "
+                "the option or the algorithm that calls it"
+            )
         failed = self._cores.share_failure
         work = _RehearsedWork(core_work, _TIMEOUT_S, what, label, finish, failed, self.job_ranks)
         work.script = self.script
@@ -191,11 +213,20 @@ class Rehearsed:
     """
 
     def __init__(self, group: RehearsalGroup, num_steps: int, ranks_per_host: int) -> None:
-        self.size, self.num_steps = group.size, num_steps
-        self._core, self._ranks_per_host = group.core, ranks_per_host
-        self._entries = group.script.entries
-        self._tickets = list(group.script.operations)
-        self.operations = list(group.script.operations.values())
+        """Takes the second half of the group's script, 2 ``num_steps`` steps, which may wait for what began in the
+        first half."""
+        script = group.script
+        self.size, self.num_steps, self._ranks_per_host = group.size, num_steps, ranks_per_host
+        ends = [place for place, (action, _) in enumerate(script.entries) if action == _END_STEP]
+        self._entries = script.entries[ends[num_steps - 1] + 1 :]
+        tickets = list(script.operations)
+        started = {int(value) for action, value in self._entries if action == _START}
+        mine = [ticket for ticket in tickets if ticket in started]
+        self._place_of = (
+            {ticket: place - tickets.index(mine[0]) for place, ticket in enumerate(tickets)} if mine else {}
+        )
+        self.operations = [script.operations[ticket] for ticket in mine]
+        self._priced_at = [group.priced_at(ticket) for ticket in mine]
 
     def play(
         self,
@@ -205,7 +236,7 @@ class Rehearsed:
         repetitions: int = 1,
         slowdown: float = 1.0,
     ) -> Simulated:
-        """Returns the times on a network.
+        """Returns the times on a network, once the same steps have been played before.
 
         Args:
             link: of every host.
@@ -218,38 +249,19 @@ class Rehearsed:
         """
         if repetitions < 1:
             raise InvalidArgument(f"repetitions is {repetitions!r}, expected 1 or more")
-        down = link.up if link.down is None else link.down
-        costs = [
-            _C.rehearsed_cost(
-                self._core,
-                ticket,
-                self._ranks_per_host,
-                link.up / 8,
-                down / 8,
-                link.latency,
-                link.local / 8,
-                link.per_message,
-                slowdown,
-            )
-            for ticket in self._tickets
-        ]
-        topologies = {"": _ALL_RANKS, **{name: number for number, name in enumerate(_C.topologies())}}
+        rates = [rate / 8 for rate in (link.up, link.up if link.down is None else link.down)]
+        network = (self._ranks_per_host, *rates, link.latency, link.local / 8, link.per_message, slowdown)
+        costs = [_C.rehearsed_cost(core, ticket, *network) for core, ticket in self._priced_at]
+        topologies = {name: number for number, name in enumerate(_C.topologies()) if name != "all"}
         operations = [
-            (seconds, topologies[operation.topology], operation.step, bytes_out)
-            for (seconds, _, bytes_out), operation in zip(costs, self.operations, strict=True)
+            (seconds, topologies.get(operation.topology, _ALL_RANKS), operation.step, link_bytes, busy)
+            for (seconds, busy, link_bytes), operation in zip(costs, self.operations, strict=True)
         ]
-        index_of = {ticket: index for index, ticket in enumerate(self._tickets)}
-        program: list[tuple[int, int, float]] = []
-        for repetition in range(repetitions):
-            for action, value in self._entries:
-                if action in (_START, _WAIT):
-                    program.append((action, index_of[int(value)] + repetition * len(operations), 0.0))
-                else:
-                    program.append((action, 0, value * (slowdown if action == _COMPUTE else 1.0)))
+        program = [entry for lap in range(repetitions + 1) for entry in self._lap(lap, slowdown)]
         late = stragglers or Stragglers()
         step_ends, waited, begins, ends = _C.play(
             program,
-            operations * repetitions,
+            operations * (repetitions + 1),
             self.size,
             late.sigma,
             late.seed,
@@ -258,13 +270,30 @@ class Rehearsed:
             link.up / 8,
             link.burst,
         )
-        num_steps = self.num_steps * repetitions
-        spans = [
-            (operation, begins[index * self.size], ends[index * self.size])
-            for index, operation in enumerate(self.operations)
-        ]
-        link_bytes = sum(bytes_out for _, _, bytes_out in costs) / self.num_steps
-        return Simulated(max(step_ends[-self.size :]) / num_steps, statistics.mean(waited), link_bytes, spans)
+        num_before, num_steps = self.num_steps * self.size, self.num_steps * repetitions
+        before = step_ends[num_before - self.size : num_before]
+        first = slice(len(operations), 2 * len(operations))
+        return Simulated(
+            step_s=(max(step_ends[-self.size :]) - max(before)) / num_steps,
+            waited_s=statistics.mean(waited[num_before:]),
+            link_bytes=sum(link_bytes for _, _, link_bytes in costs) / self.num_steps,
+            spans=[
+                (operation, begin - before[0], end - before[0])
+                for operation, begin, end in zip(self.operations, begins[first], ends[first], strict=True)
+            ],
+        )
+
+    def _lap(self, lap: int, slowdown: float) -> list[tuple[int, int, float]]:
+        """The program of one repetition. A wait for what began before the first one is left out."""
+        entries = []
+        for action, value in self._entries:
+            if action not in (_START, _WAIT):
+                entries.append((action, 0, value * (slowdown if action == _COMPUTE else 1.0)))
+                continue
+            place = self._place_of.get(int(value), -len(self.operations) - 1) + lap * len(self.operations)
+            if place >= 0:
+                entries.append((action, place, 0.0))
+        return entries
 
 
 def available() -> list[str]:
@@ -286,20 +315,26 @@ def rehearse(
 
     Raises:
         InvalidArgument: the algorithm cannot be rehearsed ('async_averaging', `hierarchical` with several ranks per
-            host), or a value is out of range.
+            host, a warm-up, pairs of an odd number of ranks), or a value is out of range.
     """
     for name, value, least in (("hosts", hosts, 2), ("ranks_per_host", ranks_per_host, 1), ("steps", steps, 0)):
         if type(value) is not int or value < least:
             raise InvalidArgument(f"{name} is {value!r}, expected an integer of at least {least}")
+    options = {"check_replicas": False, **_LATER.get(algorithm, {}), **options}
+    for name in _WARM_UPS:
+        if options.get(name):
+            raise InvalidArgument(
+                f"{name} is {options[name]!r}, but what follows the warm-up is rehearsed; leave it out"
+            )
     group = RehearsalGroup(hosts, ranks_per_host)
-    script = group.script
+    script, num_threads = group.script, torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank's; and the time of one is counted
     try:
         model = SleepingModel(profile, script)
         optimizer = optimizer_of(algorithm, list(model.parameters()))
-        options = {"check_replicas": False, **options}
         bagua.with_bagua(model, optimizer, algorithm=algorithm, group=group, **options)
         chosen = model.bagua.algorithm.options()
-        num_steps = steps or max(chosen.get("sync_every", 1), chosen.get("interval", 1))
+        num_steps = steps or max(chosen.get(name, 1) for name in ("sync_every", "interval", "max_interval"))
 
         def run(count: int) -> None:
             for _ in range(count):
@@ -308,11 +343,13 @@ def rehearse(
                 optimizer.step()
                 script.add(_END_STEP)
 
-        run(_WARM_UP_STEPS)
+        run(_WARM_UP_STEPS + num_steps)
         script.begin_again()
-        run(num_steps)
+        run(2 * num_steps)
         rehearsed = Rehearsed(group, num_steps, ranks_per_host)
+        script.is_kept = False
         model.bagua.remove()
     finally:
+        torch.set_num_threads(num_threads)
         group.close()
     return rehearsed

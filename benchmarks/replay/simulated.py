@@ -18,7 +18,6 @@ _PAYLOAD = 1448 / (1448 + 66)  # of a full frame, as tc counts it
 
 
 def main() -> None:
-    import bagua
     from bagua import simulator
     from bagua.replay.cases import PROFILES
     from bagua.replay.hosts import BURST_BYTES
@@ -31,10 +30,11 @@ def main() -> None:
     parser.add_argument("--latency", default="0.05ms", help="of the links (0.05ms)")
     parser.add_argument("--slowdown", type=float, default=1.0, help="ranks per core, where they share cores (1)")
     args = parser.parse_args()
-    lockstep = {name for name in bagua.algorithms.available() if bagua.algorithms.get(name).is_lockstep}
     rows, errors, rehearsed = [["case", "measured ms", "simulated ms", "off by %"]], [], {}
     with args.measured.open() as file:
-        cases = [row for row in csv.DictReader(file) if parse(row["system"])[0] in lockstep and row["rate_mbit"]]
+        cases = [
+            row for row in csv.DictReader(file) if parse(row["system"])[0] in simulator.available() and row["rate_mbit"]
+        ]
     for row in cases:
         name, options = parse(row["system"])
         shape = {"hosts": int(row["hosts"]), "ranks_per_host": int(row["ranks_per_host"])}

@@ -22,11 +22,9 @@ namespace {
 
 // The layouts that rust_core/src/ffi.rs tests on its side.
 static_assert(sizeof(BaguaRehearsedStep) == 32 && offsetof(BaguaRehearsedStep, busy_ns) == 24);
-static_assert(sizeof(RehearsedStep) == 32 && offsetof(RehearsedStep, peer) == 4 &&
-              offsetof(RehearsedStep, about) == 16);
 static_assert(sizeof(BaguaNetwork) == 64 && offsetof(BaguaNetwork, slowdown) == 56);
 static_assert(sizeof(BaguaCost) == 24 && sizeof(BaguaEntry) == 16 && offsetof(BaguaEntry, seconds) == 8);
-static_assert(sizeof(BaguaOperation) == 32 && offsetof(BaguaOperation, link_bytes) == 24);
+static_assert(sizeof(BaguaOperation) == 40 && offsetof(BaguaOperation, busy) == 32);
 static_assert(sizeof(BaguaConditions) == 48 && offsetof(BaguaConditions, burst) == 40);
 
 std::unique_ptr<Group> rehearsal(const std::string& name, int rank, std::vector<bool> same_host,
@@ -52,16 +50,6 @@ Rehearsal::Steps steps_of(Group& group, uint64_t ticket) {
               group.communicator().rank());
 }
 
-using Step = std::tuple<uint32_t, int32_t, uint64_t, uint64_t, int64_t>;
-
-std::vector<Step> rehearsed(Group& group, uint64_t ticket) {
-  std::vector<Step> steps;
-  for (const RehearsedStep& step : steps_of(group, ticket)) {
-    steps.emplace_back(step.kind, step.peer, step.bytes, step.about, step.busy_ns);
-  }
-  return steps;
-}
-
 std::tuple<double, double, double> rehearsed_cost(Group& group, uint64_t ticket, uint64_t ranks_per_host, double up,
                                                   double down, double latency, double local, double per_message,
                                                   double slowdown) {
@@ -81,7 +69,7 @@ using Times = std::vector<double>;
 
 std::tuple<Times, Times, Times, Times> play(
     const std::vector<std::tuple<uint32_t, uint32_t, double>>& program,
-    const std::vector<std::tuple<double, uint32_t, uint64_t, double>>& operations, uint64_t size, double sigma,
+    const std::vector<std::tuple<double, uint32_t, uint64_t, double, double>>& operations, uint64_t size, double sigma,
     uint64_t seed, uint64_t slow_rank, double slow_factor, double rate, double burst) {
   std::vector<BaguaEntry> entries;
   size_t num_steps = 0;
@@ -90,12 +78,19 @@ std::tuple<Times, Times, Times, Times> play(
     num_steps += action == 3;
   }
   std::vector<BaguaOperation> all;
-  for (const auto& [seconds, topology, step, bytes] : operations) all.push_back({seconds, topology, step, bytes});
+  for (const auto& [seconds, topology, step, bytes, busy] : operations) {
+    all.push_back({seconds, topology, step, bytes, busy});
+  }
   const BaguaConditions conditions{sigma, seed, slow_rank, slow_factor, rate, burst};
   Times step_ends(num_steps * size), waited(num_steps * size), begins(all.size() * size), ends(all.size() * size);
   call_rust("simulate", bagua_play, entries.data(), entries.size(), all.data(), all.size(), size, &conditions,
             step_ends.data(), waited.data(), step_ends.size(), begins.data(), ends.data(), ends.size());
-  return {std::move(step_ends), std::move(waited), std::move(begins), std::move(ends)};
+  const auto of_first = [&](const Times& times) {
+    Times first;
+    for (size_t i = 0; i < all.size(); ++i) first.push_back(times[i * size]);
+    return first;
+  };
+  return {std::move(step_ends), std::move(waited), of_first(begins), of_first(ends)};
 }
 
 }  // namespace
@@ -103,14 +98,12 @@ std::tuple<Times, Times, Times, Times> play(
 void bind_simulator(py::module_& m) {
   m.def("rehearsal", &rehearsal, py::arg("name"), py::arg("rank"), py::arg("same_host"), py::arg("thresholds"),
         "A group of as many ranks as `same_host` has entries, of which only this one exists.");
-  m.def("rehearsed", &rehearsed, py::arg("group"), py::arg("ticket"),
-        "What the operation did: kind, peer, bytes, the step that it is about, processor time in ns.");
   m.def("rehearsed_cost", &rehearsed_cost, py::arg("group"), py::arg("ticket"), py::arg("ranks_per_host"),
         py::arg("up"), py::arg("down"), py::arg("latency"), py::arg("local"), py::arg("per_message"),
         py::arg("slowdown"), "Seconds, seconds of processor time among them, and bytes of a host's link.");
   m.def("play", &play, py::arg("program"), py::arg("operations"), py::arg("size"), py::arg("sigma"), py::arg("seed"),
         py::arg("slow_rank"), py::arg("slow_factor"), py::arg("rate"), py::arg("burst"),
-        "Ends of the steps, waits in them, begins and ends of the operations; each by rank.");
+        "Ends of the steps and waits in them, by rank; begins and ends of rank 0's operations.");
 }
 
 }  // namespace bagua

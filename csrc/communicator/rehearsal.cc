@@ -1,9 +1,9 @@
 // The steps of rehearsed operations; see rehearsal.h.
 #include "csrc/communicator/rehearsal.h"
 
-#include <ctime>
-
+#include <algorithm>
 #include <cstring>
+#include <ctime>
 #include <utility>
 
 namespace bagua {
@@ -40,30 +40,35 @@ void Rehearsal::post(bool is_send, int peer, void* data, size_t bytes, Request* 
   busy_until_ns_ = processor_ns();
 }
 
-// Messages of unlike sizes stay without a partner, as those of a tree do.
 void Rehearsal::pair() {
   while (!sends_.empty() && !receives_.empty()) {
     const Message send = sends_.front(), receive = receives_.front();
     sends_.pop_front();
     receives_.pop_front();
-    if (send.bytes != receive.bytes) continue;
-    if (send.bytes > 0) std::memmove(receive.data, send.data, send.bytes);
+    fill(receive, send.data, send.bytes);
     steps_[send.step].about = receive.step;
     steps_[receive.step].about = send.step;
   }
+}
+
+void Rehearsal::fill(const Message& receive, const void* data, size_t bytes) {
+  const size_t common = std::min(receive.bytes, bytes);
+  if (common > 0) std::memmove(receive.data, data, common);
+  if (receive.bytes > common) std::memset(static_cast<char*>(receive.data) + common, 0, receive.bytes - common);
 }
 
 void Rehearsal::wait(Request& request) {
   const uint64_t message = request.remaining.load(std::memory_order_relaxed);
   add({RehearsedStep::kWait, request.peer, 0, message});
   // Its memory may be used again.
-  for (std::deque<Message>* unpaired : {&sends_, &receives_}) {
-    for (auto it = unpaired->begin(); it != unpaired->end(); ++it) {
-      if (it->step != message) continue;
-      unpaired->erase(it);
-      break;
-    }
+  const auto is_it = [message](const Message& one) { return one.step == message; };
+  const auto receive = std::find_if(receives_.begin(), receives_.end(), is_it);
+  if (receive != receives_.end()) {
+    fill(*receive, receive->data, 0);
+    receives_.erase(receive);
   }
+  const auto send = std::find_if(sends_.begin(), sends_.end(), is_it);
+  if (send != sends_.end()) sends_.erase(send);
   request.done.store(true, std::memory_order_release);
   busy_until_ns_ = processor_ns();
 }

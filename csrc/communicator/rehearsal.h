@@ -2,7 +2,7 @@
 // the processor time in between, for the simulator (rust_core/src/rehearsed.rs).
 //
 // A message that is received holds what this rank has sent in its place: the i-th receive of an operation gets the
-// bytes of its i-th send, if they are as many. So values stay finite, and what ranks compare is equal.
+// bytes of its i-th send, as far as they go, and zeros. So values stay finite, and what ranks compare is equal.
 //
 // Threads: the one that runs the operation; `operations` is for any.
 #pragma once
@@ -50,6 +50,7 @@ class Rehearsal {
 
   void add(RehearsedStep step);
   void pair();
+  static void fill(const Message& receive, const void* data, size_t bytes);
 
   int64_t busy_until_ns_ = 0;
   Steps steps_;

@@ -104,6 +104,7 @@ typedef struct BaguaOperation {
   uint32_t topology; /* whose neighbours exchange; ~0 for all ranks */
   uint64_t step;     /* of the topology */
   double link_bytes; /* that the link of a rank's host carries */
+  double busy;       /* processor time in it, which no link shortens */
 } BaguaOperation;
 
 typedef struct BaguaConditions {
@@ -248,7 +249,7 @@ int32_t bagua_rehearsed_cost(const BaguaRehearsedStep* steps, uint64_t num_steps
 /* Plays the program of every rank's thread in virtual time, from 0 s. Writes, step by step and rank by rank, when the
  * training steps ended and how long the thread waited in each; operation by operation and rank by rank, when the
  * operations began and ended. The lengths are steps x size and operations x size. Pure.
- * Errors: INVALID_NETWORK, INVALID_PROGRAM, RANK_OUT_OF_RANGE (no rank), TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
+ * Errors: INVALID_NETWORK, INVALID_PROGRAM, RANK_OUT_OF_RANGE (no rank, or slow_rank), TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
 int32_t bagua_play(const BaguaEntry* program, uint64_t num_entries, const BaguaOperation* operations,
                    uint64_t num_operations, uint64_t size, const BaguaConditions* conditions, double* out_step_ends,
                    double* out_waited, uint64_t num_step_ends, double* out_begins, double* out_ends, uint64_t num_ends,

@@ -419,7 +419,7 @@ mod tests {
         assert_eq!((size_of::<Network>(), align_of::<Network>()), (64, 8));
         assert_eq!((size_of::<Cost>(), align_of::<Cost>()), (24, 8));
         assert_eq!((size_of::<Entry>(), align_of::<Entry>()), (16, 8));
-        assert_eq!((size_of::<Operation>(), align_of::<Operation>()), (32, 8));
+        assert_eq!((size_of::<Operation>(), align_of::<Operation>()), (40, 8));
         assert_eq!((size_of::<Conditions>(), align_of::<Conditions>()), (48, 8));
     }
 

@@ -63,10 +63,15 @@ pub struct Network {
 }
 
 impl Network {
-    /// Ranks of a host whose message to a rank at `distance` around the group leaves the host.
-    fn crossing(&self, distance: u64) -> f64 {
-        if self.size == self.ranks_per_host {
+    /// Ranks of a host whose message to a rank at `distance` around the group leaves the host. In an
+    /// exchange of pairs all do, or none.
+    fn crossing(&self, distance: u64, is_pair: bool, rank: u64) -> f64 {
+        let host = |rank: u64| rank / self.ranks_per_host;
+        if self.size == self.ranks_per_host || is_pair && host((rank + distance) % self.size) == host(rank) {
             return 0.0;
+        }
+        if is_pair {
+            return self.ranks_per_host as f64;
         }
         distance.min(self.size - distance).min(self.ranks_per_host) as f64
     }
@@ -125,6 +130,7 @@ pub fn cost(steps: &[Step], rank: u64, network: &Network) -> Result<Cost, Error>
     let mut left = vec![(0.0_f64, 0.0_f64); steps.len()]; // of sends: when the first and the last byte leave
     let mut done = vec![0.0_f64; steps.len()]; // of messages
     let (mut now, mut busy) = (0.0_f64, 0.0_f64);
+    let mut last = 0.0_f64; // arrival of what was sent
     for (index, step) in steps.iter().enumerate() {
         let kind = *KINDS.get(step.kind as usize).ok_or(Error::StepKind { index, kind: step.kind })?;
         let is_message = matches!(kind, Kind::Send | Kind::Receive);
@@ -139,13 +145,18 @@ pub fn cost(steps: &[Step], rank: u64, network: &Network) -> Result<Cost, Error>
         if !is_message {
             continue;
         }
-        let crossing = network.crossing(distance(step, index, rank, network.size)?);
+        let other = about(step, index)?;
+        let partner = other.and_then(|other| steps.get(other)).map(|other| other.peer);
+        let crossing =
+            network.crossing(distance(step, index, rank, network.size)?, partner == Some(step.peer), rank);
         if kind == Kind::Send {
             left[index] = lines.send(now, crossing, step.bytes);
             done[index] = left[index].1;
+            let latency = if crossing > 0.0 { network.latency } else { 0.0 };
+            last = last.max(done[index] + latency);
         }
         // The second of a pair tells when the one that is received is there.
-        let (send, receive) = match (kind, about(step, index)?) {
+        let (send, receive) = match (kind, other) {
             (Kind::Receive, None) => (None, index),
             (_, None) => continue,
             (_, Some(other)) if other >= index => continue,
@@ -156,7 +167,7 @@ pub fn cost(steps: &[Step], rank: u64, network: &Network) -> Result<Cost, Error>
         let sent = send.map_or((now, now + crossing * bytes as f64 / network.up), |send| left[send]);
         done[receive] = lines.receive(sent, crossing, bytes);
     }
-    Ok(Cost { seconds: now, busy, link_bytes: lines.link_bytes })
+    Ok(Cost { seconds: now.max(last), busy, link_bytes: lines.link_bytes })
 }
 
 /// How far around the group the other rank of a message is.

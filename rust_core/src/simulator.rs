@@ -55,6 +55,8 @@ pub struct Operation {
     pub step: u64,
     /// Bytes that the link of a rank's host carries in it.
     pub link_bytes: f64,
+    /// Processor time in it, which no link shortens.
+    pub busy: f64,
 }
 
 /// The number in place of a topology's where every rank waits for every other one.
@@ -103,7 +105,7 @@ pub struct Times {
 /// use bagua_rust::simulator::{play, Entry, Operation, Conditions, ALL_RANKS};
 /// let entry = |action, seconds| Entry { action, operation: 0, seconds };
 /// let program = [entry(0, 1.0), entry(1, 0.0), entry(0, 2.0), entry(2, 0.0), entry(3, 0.0)];
-/// let operation = Operation { seconds: 3.0, topology: ALL_RANKS, step: 0, link_bytes: 0.0 };
+/// let operation = Operation { seconds: 3.0, topology: ALL_RANKS, step: 0, link_bytes: 0.0, busy: 0.0 };
 /// let slow = Conditions { sigma: 0.0, seed: 0, slow_rank: 1, slow_factor: 2.0, rate: 1.0, burst: 0.0 };
 /// let times = play(&program, &[operation], 2, slow).unwrap();
 /// assert_eq!(times.step_ends, [5.0, 6.0]); // rank 1 starts at 2.0 and computes until 6.0
@@ -182,11 +184,13 @@ fn check(
             return Err(Error::NetworkValue { name, value: value.to_bits() });
         }
     }
-    if size == 0 {
-        return Err(Error::RankOutOfRange { rank: 0, size: 0 });
+    if size == 0 || conditions.slow_rank >= size as u64 {
+        return Err(Error::RankOutOfRange { rank: conditions.slow_rank, size: size as u64 });
     }
     for operation in operations {
-        for (name, value) in [("seconds", operation.seconds), ("link_bytes", operation.link_bytes)] {
+        for (name, value) in
+            [("seconds", operation.seconds), ("link_bytes", operation.link_bytes), ("busy", operation.busy)]
+        {
             if !is_time(value) {
                 return Err(Error::NetworkValue { name, value: value.to_bits() });
             }
@@ -233,7 +237,7 @@ impl Link {
             return operation.seconds;
         }
         let saved = burst.min(self.saved + (begin - self.since) * rate);
-        let seconds = (operation.seconds - saved.min(operation.link_bytes) / rate).max(0.0);
+        let seconds = (operation.seconds - saved.min(operation.link_bytes) / rate).max(operation.busy);
         self.saved = burst.min(saved + seconds * rate - operation.link_bytes).max(0.0);
         self.since = begin + seconds;
         seconds

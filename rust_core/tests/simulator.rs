@@ -82,6 +82,12 @@ fn the_ranks_of_a_host_share_its_link() {
     // To the next rank one of four leaves the host, to the fourth all do.
     assert_eq!((to(1).seconds, to(1).link_bytes), (0.2 + 0.5, 100.0));
     assert_eq!((to(4).seconds, to(4).link_bytes), (0.8 + 0.5, 400.0));
+    // Pairs: of ranks 0 and 1 on one host; of 0 and 5, and all others of the host, on two.
+    let pair = |peer: i32| {
+        let steps = [message(1, peer, 100, 1), message(0, peer, 100, 0), wait(0), wait(1)];
+        cost(&steps, 0, &network).unwrap().link_bytes
+    };
+    assert_eq!((pair(1), pair(5)), (0.0, 400.0));
     // All on one host: 400 bytes through its memory.
     let steps = [message(1, 3, 100, 1), message(0, 1, 100, 0), wait(0), wait(1)];
     let here = cost(&steps, 0, &Network { size: 4, ..network }).unwrap();
@@ -89,9 +95,9 @@ fn the_ranks_of_a_host_share_its_link() {
 }
 
 #[test]
-fn a_message_without_a_partner_begins_when_it_is_awaited() {
+fn a_message_without_a_partner_begins_when_it_is_awaited_and_its_arrival_counts() {
     let steps = [message(1, 2, 100, NONE), wait(0), message(0, 2, 50, NONE), wait(2)];
-    assert_eq!(seconds(&steps, NETWORK), 0.2 + 0.5 + 0.05);
+    assert_eq!(seconds(&steps, NETWORK), 0.2 + 0.5 + 0.05 + 0.5);
 }
 
 #[test]
@@ -194,6 +200,7 @@ fn times_are_those_of_the_definition() {
                 topology,
                 step: random.below(9),
                 link_bytes: 0.0,
+                busy: 0.0,
             });
             if random.below(2) == 0 {
                 program.push(entry(2, random.below(u64::from(operation) + 1) as u32, 0.0));
@@ -201,7 +208,7 @@ fn times_are_those_of_the_definition() {
             }
         }
         program.push(entry(3, 0, 0.0));
-        let slow = Conditions { slow_rank: random.below(4), slow_factor: 3.0, ..NOBODY_LATE };
+        let slow = Conditions { slow_rank: random.below(size as u64), slow_factor: 3.0, ..NOBODY_LATE };
         let times = play(&program, &operations, size, slow).unwrap();
         let oracle = Oracle { program: &program, operations: &operations, size, slow };
         for rank in 0..size {
@@ -226,7 +233,7 @@ fn a_slow_rank_holds_up_its_neighbours_alone() {
         ]
     };
     let program: Vec<Entry> = (0..2).flat_map(step).collect();
-    let ring = Operation { seconds: 0.0, topology: 1, step: 0, link_bytes: 0.0 };
+    let ring = Operation { seconds: 0.0, topology: 1, step: 0, link_bytes: 0.0, busy: 0.0 };
     let slow = Conditions { slow_rank: 0, slow_factor: 5.0, ..NOBODY_LATE };
     let times = play(&program, &[ring, ring], 6, slow).unwrap();
     assert_eq!(times.step_ends[..6], [5.0, 5.0, 1.0, 1.0, 1.0, 5.0]);
@@ -246,7 +253,7 @@ fn an_idle_link_saves_up() {
         ]
     };
     let program: Vec<Entry> = (0..2).flat_map(step).collect();
-    let operation = Operation { seconds: 3.5, topology: ALL_RANKS, step: 0, link_bytes: 30.0 };
+    let operation = Operation { seconds: 3.5, topology: ALL_RANKS, step: 0, link_bytes: 30.0, busy: 1.0 };
     let ends = |burst| {
         let conditions = Conditions { rate: 10.0, burst, ..NOBODY_LATE };
         play(&program, &[operation, operation], 1, conditions).unwrap().step_ends
@@ -254,8 +261,8 @@ fn an_idle_link_saves_up() {
     assert_eq!(ends(0.0), [5.5, 11.0]);
     // 1.5 s less; of the 0.5 s without the wire 5 bytes are saved, and 15 again after two idle seconds.
     assert_eq!(ends(15.0), [4.0, 8.0]);
-    // All are there at first, and 20 + 5 later.
-    assert_eq!(ends(100.0), [2.5, 5.0]);
+    // All are there at first, but its processor takes a second; and 70 + 10 + 20 later.
+    assert_eq!(ends(100.0), [3.0, 6.0]);
 }
 
 #[test]
@@ -277,7 +284,7 @@ fn drawn_factors_have_the_spread_that_was_asked_for() {
 #[test]
 fn programs_that_make_no_sense_are_refused() {
     let entry = |action, operation, seconds| Entry { action, operation, seconds };
-    let operation = Operation { seconds: 1.0, topology: ALL_RANKS, step: 0, link_bytes: 0.0 };
+    let operation = Operation { seconds: 1.0, topology: ALL_RANKS, step: 0, link_bytes: 0.0, busy: 0.0 };
     let code = |program: &[Entry], operations: &[Operation], size, slow| {
         play(program, operations, size, slow).unwrap_err().code()
     };
@@ -294,6 +301,8 @@ fn programs_that_make_no_sense_are_refused() {
     }
     let unknown = Operation { topology: 77, ..operation };
     assert_eq!(code(&[start], &[unknown], 2, NOBODY_LATE), ErrorCode::TopologyOutOfRange);
+    let nobody = Conditions { slow_rank: 2, ..NOBODY_LATE };
+    assert_eq!(code(&[start], &[operation], 2, nobody), ErrorCode::RankOutOfRange);
     let late = Operation { seconds: f64::INFINITY, ..operation };
     assert_eq!(code(&[start], &[late], 2, NOBODY_LATE), ErrorCode::InvalidNetwork);
     let bad = Conditions { sigma: -1.0, ..NOBODY_LATE };

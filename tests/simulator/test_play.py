@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import time
 
 import pytest
 
 from bagua.errors import InvalidArgument
+from bagua.replay.cases import PROFILES
 from bagua.replay.profiles import Layer, Profile
 from bagua.simulator import Link, Stragglers, rehearse
 
@@ -43,12 +44,13 @@ def test_compute_hides_a_fast_link():
     assert 0 <= simulated.waited_s < 0.02
 
 
-@pytest.mark.parametrize("hosts", [2, 4, 16, 64])
-def test_small_messages_take_a_latency_per_doubling(hosts):
+@pytest.mark.parametrize(("hosts", "latencies"), [(2, 1), (3, 3), (4, 2), (12, 5), (16, 4), (64, 6), (1000, 11)])
+def test_small_messages_take_a_latency_per_doubling(hosts, latencies):
+    """And two more where the ranks are no power of two: the first ones hand values to their neighbours, and back."""
     rehearsed = rehearse(TINY, "gradient_allreduce", hosts=hosts)
     assert [operation.what for operation in rehearsed.operations] == ["all_reduce"]
     times = [rehearsed.play(Link.parse("10gbit", latency)).step_s for latency in ("10ms", "20ms")]
-    assert times[1] - times[0] == pytest.approx(math.log2(hosts) * 0.01, rel=1e-6)
+    assert times[1] - times[0] == pytest.approx(latencies * 0.01, rel=1e-6)
 
 
 def test_ranks_of_a_host_share_its_link():
@@ -69,11 +71,45 @@ def test_a_straggler_is_waited_for():
     assert 1.15 * COMPUTE_S < drawn.step_s < 1.4 * COMPUTE_S + 0.01
 
 
+@pytest.mark.parametrize("overlap_steps", [0, 1, 5])
+def test_an_exchange_that_overlaps_is_waited_for(overlap_steps):
+    """Every tenth step 6 bytes per element leave; compute hides what fits into the steps that follow."""
+    rehearsed = rehearse(WIDE, "diloco", hosts=4, sync_every=10, overlap_steps=overlap_steps)
+    wire_s = 1.5 * BITS / 100e6
+    hidden_s = min(wire_s, overlap_steps * COMPUTE_S)
+    step_s = [rehearsed.play(Link.parse("100mbit"), repetitions=n).step_s for n in (1, 3)]
+    assert step_s[0] == pytest.approx(COMPUTE_S + (wire_s - hidden_s) / 10, rel=0.05)
+    assert step_s[1] == pytest.approx(step_s[0], rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["choco", "low_precision_decentralized"])
+def test_gossip_waits_for_neighbours_alone(algorithm):
+    rehearsed = rehearse(WIDE, algorithm, hosts=8)
+    assert {operation.topology for operation in rehearsed.operations} == {"ring"}
+    late = rehearsed.play(Link.parse("100gbit"), stragglers=Stragglers(slow_rank=3, slow_factor=4.0))
+    # In a long run all come to its pace. In the second step four wait for what it takes longer, and not seven.
+    assert 3 / 8 * 3 * COMPUTE_S < late.waited_s < 6 / 8 * 3 * COMPUTE_S
+
+
+def test_small_tensors_of_pairs_on_one_host_do_not_leave_it():
+    link = Link.parse("10gbit", "10ms")
+    one, two = (rehearse(TINY, "gradient_allreduce", hosts=2, ranks_per_host=n).play(link).step_s for n in (1, 4))
+    assert two - one == pytest.approx(0, abs=0.002)
+
+
 def test_spans_are_in_order_and_within_the_step():
     simulated = rehearse(WIDE, "gradient_allreduce", hosts=3, bucket_bytes=2**20).play(Link.parse("1gbit"))
     begins = [begin for _, begin, _ in simulated.spans]
     assert begins == sorted(begins) and len({operation.label for operation, *_ in simulated.spans}) == 4
     assert all(begin < end <= simulated.step_s for _, begin, end in simulated.spans)
+
+
+@pytest.mark.timed
+def test_a_thousand_ranks_take_seconds():
+    begin = time.perf_counter()
+    profile = Profile.load(PROFILES / "vgg16.json")
+    rehearse(profile, "gradient_allreduce", hosts=1000).play(Link.parse("10gbit", "0.1ms"))
+    assert time.perf_counter() - begin < 10
 
 
 @pytest.mark.parametrize(
@@ -88,6 +124,10 @@ def test_spans_are_in_order_and_within_the_step():
 def test_rehearsals_that_are_refused(arguments, message):
     with pytest.raises(InvalidArgument, match=message):
         rehearse(TINY, "gradient_allreduce", **arguments)
+    with pytest.raises(InvalidArgument, match="warmup_steps is 9, but what follows the warm-up is rehearsed"):
+        rehearse(TINY, "diloco", hosts=2, warmup_steps=9)
+    with pytest.raises(InvalidArgument, match="topology 'shift_one' leaves one of 3 ranks out in each step"):
+        rehearse(TINY, "decentralized", hosts=3, topology="shift_one")
     with pytest.raises(InvalidArgument, match="a group of its own, such as 'async_averaging', cannot be rehearsed"):
         rehearse(TINY, "async_averaging", hosts=2)
 
