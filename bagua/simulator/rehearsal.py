@@ -117,7 +117,7 @@ class RehearsalGroup(ProcessGroup):
         self._topology = ("", 0)
         network, ranks = _Network(ranks_per_host), range(hosts * ranks_per_host)
         super().__init__(network, "rehearsal", ranks, 0, _TIMEOUT_S)
-        # Of small tensors, where the ranks are no power of two, rank 0 has the least to do and rank 1 the most.
+        # With small tensors, and ranks that are no power of two, rank 0 has the least to do and rank 1 the most.
         self._busiest = ProcessGroup(network, "busiest", ranks, 1, _TIMEOUT_S) if self.size & (self.size - 1) else None
         self._instead: dict[int, int] = {}  # tickets there, by ticket
 

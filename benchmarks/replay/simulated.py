@@ -4,7 +4,7 @@ The file of `bagua bench replay --csv` has the cases; each is simulated with the
 headers of Ethernet, IP and TCP. docs/simulator.md has the table.
 
     sudo .venv/bin/bagua bench replay --profiles vgg16 resnet50 --scale 0.1 --rates 100 1000 --csv build/measured.csv
-    .venv/bin/python -m benchmarks.replay.simulated build/measured.csv --slowdown 2
+    .venv/bin/python -m benchmarks.replay.simulated [--slowdown 2] build/measured.csv
 """
 
 from __future__ import annotations
