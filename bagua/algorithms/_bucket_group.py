@@ -67,6 +67,8 @@ def _recorded(name: str) -> Callable[..., Work]:
         self._begin(bucket, Declaration(name, encoded or codec), False)
         args = tuple(value.flat if isinstance(value, Bucket) else value for value in args)
         kwargs = {key: value.flat if isinstance(value, Bucket) else value for key, value in kwargs.items()}
+        if name == "all_gather" and not self._is_subgroup:
+            kwargs["subject"], self._now.subject = self._now.subject, 0
         work = getattr(self.process_group, name)(*args, **kwargs)
         work.label = label or work.label or self._label(bucket)
         return self._end(bucket, work)
@@ -80,8 +82,8 @@ class _UnderWay:
 
     Attributes:
         bucket: the one whose ``communicate`` runs.
-        subject: what the first all_reduce of a backward carries, so that ranks which are in different steps get an
-            error; 0 once it has left.
+        subject: what the first all_reduce or all_gather of a backward carries, so that ranks which are in different
+            steps get an error; 0 once it has left.
     """
 
     bucket: Bucket | None = None

@@ -188,9 +188,12 @@ def _two_optimizers(model):
 def _another_number_of_optimizers(rank, world_size, algorithm):
     with process_group():
         model = Odd()
-        bagua.with_bagua(model, _two_optimizers(model), algorithm=algorithm)
+        needed = bagua.algorithms.get(algorithm).optimizer_class
+        kind = torch.optim.SGD if needed is torch.optim.Optimizer else needed
+        halves = [kind(options["params"], lr=0.1) for one in _two_optimizers(model) for options in one.param_groups]
+        bagua.with_bagua(model, halves, algorithm=algorithm)
         state = model.bagua.state_dict()
-        bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm=algorithm)
+        bagua.with_bagua(model, kind(model.parameters(), lr=0.1), algorithm=algorithm)
         with pytest.raises(InvalidArgument, match="2 optimizers, the model has 1"):
             model.bagua.load_state_dict(state)
 

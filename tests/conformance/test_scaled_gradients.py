@@ -112,9 +112,12 @@ def _of_another(rank, world_size, algorithm):
         bagua.barrier()
 
 
-# Without qadam, which does not step by SGD.
+# Without those that do not step by SGD.
 @pytest.mark.parametrize(
-    "algorithm", slow_but([name for name in IN_LOCKSTEP if name != "qadam"], "decentralized", "gradient_allreduce")
+    "algorithm",
+    slow_but(
+        [name for name in IN_LOCKSTEP if name not in ("qadam", "zero_one_adam")], "decentralized", "gradient_allreduce"
+    ),
 )
 def test_a_parameter_of_no_wrapped_model_counts_too(pool2, algorithm):
     pool2.run(_of_another, args=(algorithm,))

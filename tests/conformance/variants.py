@@ -24,7 +24,7 @@ _OPTIONS: dict[str, list[dict[str, Any]]] = {
     "noloco": [{"sync_every": 2}],
     "local_sgd": [{"sync_every": 1, "momentum": "reset"}, {"sync_every": 3, "post_local_after": 2}],
     "zero_one_adam": [
-        {"warmup_steps": 5, "refresh_doubling": 1},
+        {"warmup_steps": 4, "refresh_doubling": 1, "interval_doubling": 1, "variance_floor": 1.0},
         {"warmup_steps": 2, "interval_doubling": 1, "variance_floor": 1.0},
     ],
     "async_averaging": [{"warmup_steps": 1000}],  # what comes after depends on time

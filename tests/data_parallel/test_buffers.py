@@ -30,6 +30,7 @@ def _in_evaluation(rank, world_size, algorithm):
             forward_of_rank_0 = make_net()
             forward_of_rank_0.load_state_dict(model.state_dict())
             forward_of_rank_0(batch(0, step)[0])
+            model.zero_grad()
             loss_of(model, batch(rank, step)).backward()
             for name, expected in forward_of_rank_0.named_buffers():
                 assert torch.equal(model.get_buffer(name), expected), name

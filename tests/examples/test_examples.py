@@ -116,8 +116,8 @@ def test_diloco_sends_little_and_learns_as_much():
 @pytest.mark.slow("test_digits_reaches_its_accuracy_with_bytegrad")
 @pytest.mark.needs("tqdm")
 @pytest.mark.parametrize(
-    "algorithm",  # one exchange of sparseloco leaves the model near its start
-    [*(name for name in bagua.algorithms.available() if name != "sparseloco"), "ddp"],
+    "algorithm",  # one exchange of sparseloco, or a 512th of each of 30, leaves the model near its start
+    [*(name for name in bagua.algorithms.available() if name not in ("sparseloco", "dgc")), "ddp"],
 )
 def test_byte_lm_learns(algorithm, tmp_path):
     curve = tmp_path / "loss.csv"
