@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -60,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--jitter", type=float, default=0.0, help="spread of the ranks' compute: the sigma of a lognormal factor (0)"
     )
+    option("--plot", type=Path, help="draw steps by the rate of the link here, with matplotlib")
     option("--timeline", type=Path, help="write rank 0's operations here, of one algorithm, for ui.perfetto.dev")
+    option(
+        "--chakra", metavar="PREFIX", help="write Chakra traces PREFIX.<rank>.et of one algorithm, for other simulators"
+    )
     return parser
 
 
@@ -89,10 +95,14 @@ def _simulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
     profile = Profile.load(ours if ours.exists() else args.profile)
     is_all = args.algorithm == [_ALL]
     systems = [_BASE, *(name for name in available() if name != _BASE)] if is_all else args.algorithm
-    if args.timeline is not None and len(systems) != 1:
-        parser.error(f"--timeline is of one algorithm, but --algorithm has {len(systems)}")
+    for name, value in (("timeline", args.timeline), ("chakra", args.chakra)):
+        if value is not None and len(systems) != 1:
+            parser.error(f"--{name} is of one algorithm, but --algorithm has {len(systems)}")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot draws with matplotlib, which is not installed: pip install matplotlib")
     rows = [["algorithm", "step ms", "ratio", "waited ms", "link MB"]]
-    base_s, refused = None, []
+    base_s, refused, lines = None, [], {}
+    rates = [link.up * 10 ** (place / 8) for place in range(-16, 17)]
     with Progress("bagua simulate") as progress:
         for system in systems:
             progress.tell(system)
@@ -107,17 +117,39 @@ def _simulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
                 refused.append(f"{system} is left out: {error}")
                 continue
             repetitions = 1 if not args.jitter else -(-100 // rehearsed.num_steps)
-            found = rehearsed.play(link, stragglers=late, repetitions=repetitions, slowdown=args.slowdown)
+            how = {"stragglers": late, "repetitions": repetitions, "slowdown": args.slowdown}
+            found = rehearsed.play(link, **how)
             base_s = found.step_s if name == _BASE else base_s
             ratio = "" if base_s is None or name == _BASE else f"{base_s / found.step_s:.2f}"
             rows.append([system, _ms(found.step_s), ratio, _ms(found.waited_s), f"{found.link_bytes / 1e6:.2f}"])
+            if args.plot is not None:
+                at_rates = [dataclasses.replace(link, up=rate) for rate in rates]
+                lines[system] = [1e3 * rehearsed.play(one, **how).step_s for one in at_rates]
             if args.timeline is not None:
                 _write_timeline(args.timeline, found)
+            if args.chakra is not None:
+                rehearsed.save_chakra(args.chakra)
     compute = f"{profile.forward_ms + profile.backward_ms:.4g} ms of compute"
     of_host = f"{args.ranks_per_host} rank{'s' * (args.ranks_per_host > 1)} each"
     print(f"{profile.name}: {profile.scaled(args.scale).num_parameters:,} parameters, {compute} per step")
     print(f"{args.hosts} hosts, {of_host}, links of {args.link} with a latency of {args.latency}\n")
     print("\n".join([*aligned(rows), *refused]))
+    if args.plot is not None:
+        _draw(args.plot, [rate / 1e6 for rate in rates], lines, f"{profile.name}, {args.hosts} hosts")
+
+
+def _draw(path: Path, rates_mbit: Sequence[float], lines: dict[str, list[float]], title: str) -> None:
+    from bagua.replay.plots import subplots
+
+    figure, (axis,) = subplots(1)
+    for number, (system, steps_ms) in enumerate(lines.items()):
+        axis.plot(rates_mbit, steps_ms, f"C{number % 10}{'-' if number < 10 else '--'}", label=system)
+    axis.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="step, ms", title=title)
+    axis.legend(fontsize=7)
+    try:
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"--plot {path} cannot be written: {error}; name a .png in a folder of yours") from error
 
 
 def _ms(seconds: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ import bagua
 from bagua import _C, config
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
+from bagua.files import replace_file
 from bagua.replay.profiles import Profile, SleepingModel
 from bagua.replay.systems import optimizer_of
+from bagua.simulator import chakra
 from bagua.simulator.network import Link, Stragglers
 
 _COMPUTE, _START, _WAIT, _END_STEP, _BEGIN_DEVICE, _DEVICE = range(6)
@@ -42,12 +45,14 @@ class Operation:
         what: the collective, such as "all_reduce".
         label: what it is for, such as "bucket 3".
         topology, step: whose neighbours exchange, and its step; "" for all ranks.
+        num_bytes: of a rank's tensor, in its codec if it has one; of neighbours of a message to one of them.
     """
 
     what: str
     label: str
     topology: str = ""
     step: int = 0
+    num_bytes: int = 0
 
 
 class _Script:
@@ -206,6 +211,11 @@ class Simulated:
     spans: list[tuple[Operation, float, float]]
 
 
+def _peers(operation: Operation, size: int, rank: int) -> tuple[list[int], list[int]]:
+    """Returns the neighbours that a rank sends to in a step of a topology, and those that it receives from."""
+    return _C.topology_peers(_C.topologies().index(operation.topology), size, rank, operation.step)
+
+
 class Rehearsed:
     """Some steps of a rank, to be played on networks. ``operations`` are theirs, in the order of their starts.
 
@@ -225,8 +235,51 @@ class Rehearsed:
         self._place_of = (
             {ticket: place - tickets.index(mine[0]) for place, ticket in enumerate(tickets)} if mine else {}
         )
-        self.operations = [script.operations[ticket] for ticket in mine]
+        sizes = {event.ticket: (event.bytes, event.bytes_sent) for event in group.events(parts=False)}
+        self.operations = [self._sized(script.operations[ticket], *sizes[ticket]) for ticket in mine]
         self._priced_at = [group.priced_at(ticket) for ticket in mine]
+
+    def _sized(self, operation: Operation, num_bytes: int, bytes_sent: int) -> Operation:
+        if operation.topology:
+            targets, _ = _peers(operation, self.size, 0)
+            num_bytes = bytes_sent // max(1, len(targets))
+        elif operation.what == "all_reduce":  # every element leaves twice, but for the part that a rank reduces itself
+            num_bytes = min(num_bytes, round(bytes_sent * self.size / (2 * (self.size - 1))))
+        return dataclasses.replace(operation, num_bytes=num_bytes)
+
+    def save_chakra(self, prefix: str | Path) -> list[Path]:
+        """Writes the steps as Chakra execution traces, ``<prefix>.<rank>.et`` for each rank, for other simulators.
+
+        Collectives are whole: a simulator that reads them has algorithms of its own. Returns the paths.
+        """
+        paths = [Path(f"{prefix}.{rank}.et") for rank in range(self.size)]
+        for rank, path in enumerate(paths):
+            replace_file(path, chakra.encoded(self._nodes(rank), rank))
+        return paths
+
+    def _nodes(self, rank: int) -> list[chakra.Node]:
+        nodes: list[chakra.Node] = []
+        thread: list[int] = []  # what the thread's next node comes after
+        worker: list[int] = []
+        place_of: dict[int, int] = {}  # of an operation's node, by ticket
+        for action, value in self._entries:
+            if action in (_COMPUTE, _DEVICE) and value > 0:
+                nodes.append(chakra.Node("compute", thread, seconds=value))
+                thread = [len(nodes) - 1]
+            elif action == _START:
+                operation = self.operations[len(place_of)]
+                targets, sources = _peers(operation, self.size, rank) if operation.topology else ([], [])
+                what = "" if operation.topology else operation.what
+                name = operation.label or operation.what
+                after = sorted({*thread, *worker})
+                nodes.append(
+                    chakra.Node(name, after, None, what, operation.num_bytes, targets=targets, sources=sources)
+                )
+                place_of[int(value)] = len(nodes) - 1
+                worker = [len(nodes) - 1]
+            elif action == _WAIT and int(value) in place_of:
+                thread = [*thread, place_of[int(value)]]
+        return nodes
 
     def play(
         self,

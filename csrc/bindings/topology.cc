@@ -55,6 +55,18 @@ void bind_topology(py::module_& m) {
   name_topologies_by(&topology_name);  // for error messages
   m.def("topologies", &topologies,
         "The names of the topologies of neighbor_average; an index is the topology's number.");
+  m.def(
+      "topology_peers",
+      [](int topology, int size, int rank, uint64_t step) {
+        std::pair<std::vector<int>, std::vector<int>> peers;
+        for (const collectives::Neighbor& neighbor : topology_neighbors(topology, size, rank, step)) {
+          if (neighbor.is_target) peers.first.push_back(neighbor.rank);
+          if (neighbor.is_source) peers.second.push_back(neighbor.rank);
+        }
+        return peers;
+      },
+      py::arg("topology"), py::arg("size"), py::arg("rank"), py::arg("step"),
+      "The ranks that `rank` sends to at `step`, and those that it receives from.");
 }
 
 }  // namespace bagua

@@ -71,3 +71,13 @@ def test_a_timeline_is_of_one_algorithm(profile, capsys):
     assert "--timeline is of one algorithm, but --algorithm has" in capsys.readouterr().err
     assert cli.main(["simulate", "--profile", "nothing.json"]) == 1
     assert "nothing.json cannot be read as a profile" in capsys.readouterr().err
+
+
+def test_plots_and_traces(profile, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    argv = ["simulate", "--profile", profile, "--algorithm", "bytegrad"]
+    assert cli.main([*argv, "--plot", str(tmp_path / "x.png"), "--chakra", str(tmp_path / "x")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {"x.png", *(f"x.{rank}.et" for rank in range(4))}
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*argv, "--plot", "/nowhere/x.png"]) == 1
+    assert "--plot /nowhere/x.png cannot be written" in capsys.readouterr().err

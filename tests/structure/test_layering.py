@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "amp": {"data_parallel.handle", "distributed.process_group", "distributed.world"},
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.reducer"},
     "replay": CONFIG | {"files"},  # and public names, of `import bagua`
-    "simulator": CORE | GROUP | {"replay"},  # likewise
+    "simulator": CORE | GROUP | {"files", "replay"},  # likewise
     "integrations": set(),  # likewise
     "cli": CORE
     | {"net", "distributed", "replay", "simulator", "profiler.report", "profiler.chrome_trace", "torch_backend"},
