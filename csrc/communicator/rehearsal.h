@@ -4,7 +4,7 @@
 // A message that is received holds what this rank has sent in its place: the i-th receive of an operation gets the
 // bytes of its i-th send, as far as they go, and zeros. So values stay finite, and what ranks compare is equal.
 //
-// Threads: the one that runs the operation; `operations` is for any.
+// Threads: all but `operation`, which is for any, are called by the one that runs the operation.
 #pragma once
 
 #include <cstddef>

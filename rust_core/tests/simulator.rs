@@ -222,17 +222,18 @@ fn times_are_those_of_the_definition() {
     }
 }
 
+/// Each computes, starts an operation and waits for it.
+fn two_steps(compute: f64) -> Vec<Entry> {
+    let step = |operation| {
+        let entry = |action, seconds| Entry { action, operation, seconds };
+        [entry(0, compute), entry(1, 0.0), entry(2, 0.0), entry(3, 0.0)]
+    };
+    (0..2).flat_map(step).collect()
+}
+
 #[test]
 fn a_slow_rank_holds_up_its_neighbours_alone() {
-    let step = |operation| {
-        [
-            Entry { action: 0, operation: 0, seconds: 1.0 },
-            Entry { action: 1, operation, seconds: 0.0 },
-            Entry { action: 2, operation, seconds: 0.0 },
-            Entry { action: 3, operation: 0, seconds: 0.0 },
-        ]
-    };
-    let program: Vec<Entry> = (0..2).flat_map(step).collect();
+    let program = two_steps(1.0);
     let ring = Operation { seconds: 0.0, topology: 1, step: 0, link_bytes: 0.0, busy: 0.0 };
     let slow = Conditions { slow_rank: 0, slow_factor: 5.0, ..NOBODY_LATE };
     let times = play(&program, &[ring, ring], 6, slow).unwrap();
@@ -244,15 +245,7 @@ fn a_slow_rank_holds_up_its_neighbours_alone() {
 #[test]
 fn an_idle_link_saves_up() {
     // A step computes for 2 s and exchanges 30 bytes at 10 a second; what is saved, 15 at most, goes at once.
-    let step = |operation| {
-        [
-            Entry { action: 0, operation: 0, seconds: 2.0 },
-            Entry { action: 1, operation, seconds: 0.0 },
-            Entry { action: 2, operation, seconds: 0.0 },
-            Entry { action: 3, operation: 0, seconds: 0.0 },
-        ]
-    };
-    let program: Vec<Entry> = (0..2).flat_map(step).collect();
+    let program = two_steps(2.0);
     let operation = Operation { seconds: 3.5, topology: ALL_RANKS, step: 0, link_bytes: 30.0, busy: 1.0 };
     let ends = |burst| {
         let conditions = Conditions { rate: 10.0, burst, ..NOBODY_LATE };
