@@ -74,10 +74,12 @@ def test_follows_plain_loops(dtype):
         assert parameter.detach().double().flatten().tolist() == pytest.approx(wanted, rel=tolerance, abs=tolerance)
 
 
-def test_gives_the_numbers_of_the_operators_before_and_after_a_checkpoint():
+@pytest.mark.parametrize("refresh_doubling", [0, 1])
+def test_gives_the_numbers_of_the_operators_before_and_after_a_checkpoint(refresh_doubling):
     """Each state continues in the other form, which it does not change."""
     ours, theirs = parameters_of(), parameters_of()
-    fused, plain = bagua.optim.QAdam(ours, **OPTIONS, fused=True), bagua.optim.QAdam(theirs, **OPTIONS)
+    options = {**OPTIONS, "refresh_doubling": refresh_doubling}
+    fused, plain = bagua.optim.QAdam(ours, **options, fused=True), bagua.optim.QAdam(theirs, **options)
     for begin in (0, 2, 4):
         train(fused, ours, 2, begin)
         train(plain, theirs, 2, begin)
