@@ -228,7 +228,7 @@ class Rehearsed:
         script = group.script
         self.size, self.num_steps, self._ranks_per_host = group.size, num_steps, ranks_per_host
         ends = [place for place, (action, _) in enumerate(script.entries) if action == _END_STEP]
-        self._entries = script.entries[ends[num_steps - 1] + 1 :]
+        self._entries = script.entries[ends[num_steps - 1] + 1 : ends[-1] + 1]
         tickets = list(script.operations)
         started = {int(value) for action, value in self._entries if action == _START}
         mine = [ticket for ticket in tickets if ticket in started]
@@ -399,8 +399,9 @@ def rehearse(
         run(_WARM_UP_STEPS + num_steps)
         script.begin_again()
         run(2 * num_steps)
-        rehearsed = Rehearsed(group, num_steps, ranks_per_host)
         script.is_kept = False
+        group.barrier().wait()  # the worker has carried out what overlaps, too
+        rehearsed = Rehearsed(group, num_steps, ranks_per_host)
         model.bagua.remove()
     finally:
         torch.set_num_threads(num_threads)
