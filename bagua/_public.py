@@ -1,6 +1,6 @@
 """The list of the public names of `bagua`, which bagua/__init__.py exports."""
 
-from . import algorithms, amp, codecs, ddp, fsdp, metrics, optim, torch_backend
+from . import algorithms, amp, choice, codecs, ddp, fsdp, metrics, optim, torch_backend
 from ._C import __version__
 from .data_parallel import DistributedDataParallel, average_model, compile_backend, load, save, with_bagua
 from .distributed.collectives import (
@@ -72,6 +72,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "choice",
     "codecs",
     "compile_backend",
     "ddp",

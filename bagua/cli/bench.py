@@ -183,7 +183,7 @@ def _add_replay(commands: Any) -> None:
     option(
         "--systems",
         nargs="+",
-        help="ddp, ddp_fp16, ddp_bf16, ddp_minmax_uint8, or an algorithm, with options; all of them",
+        help="ddp, ddp_fp16, ddp_bf16, ddp_minmax_uint8, auto:risk=R2, or an algorithm, with options; all of them",
     )
     option("--congestion", default="", help="TCP's congestion control, for DDP and bagua (as they come)")
     option("--turns", type=int, default=1, help="how often all systems are measured, one after the other (1)")

@@ -105,6 +105,7 @@ def _write(
         if leads_node:
             index = {"number": number, "num_ranks": group.size, "algorithm": handle.algorithm.name}
             index["experts"] = _experts_of(handle)
+            index["choice"] = handle.choice_state()
             replace_file(folder / _INDEX, json.dumps(index).encode())
         return None, {}
 
@@ -142,8 +143,19 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
         >>> step = bagua.load("checkpoint", model, optimizer)["step"]  # doctest: +SKIP
     """
     handle, inner = _wrapped(model)
-    group, folder = handle.group, Path(path)
-    are_equal = _are_equal(handle)
+    folder = Path(path)
+    with handle.adopted(lambda: _index_in(folder).get("choice")):
+        own = _load(folder, handle, inner, optimizers, others)
+    for name, one in others.items():
+        one.load_state_dict(own["others"][name])
+    return {name: value for name, value in own["others"].items() if name not in others}
+
+
+def _load(
+    folder: Path, handle: BaguaHandle, inner: torch.nn.Module, optimizers: Optimizers, others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Restores model, optimizers and algorithm; returns what the rank's file has."""
+    group, are_equal = handle.group, _are_equal(handle)
 
     def read() -> tuple[tuple[dict[str, Any], dict[str, Any] | None], dict[str, Any]]:
         chosen, index = _checked(optimizers), _index_in(folder)
@@ -201,9 +213,7 @@ def load(path: str | Path, model: torch.nn.Module, optimizers: Optimizers = (), 
             broadcast_model(inner, scope)
             states.take_over()
         handle.load_state_dict(own["bagua"])
-    for name, one in others.items():
-        one.load_state_dict(own["others"][name])
-    return {name: value for name, value in own["others"].items() if name not in others}
+    return own
 
 
 def _are_equal(handle: BaguaHandle) -> bool:

@@ -29,8 +29,18 @@ from bagua.distributed.process_group import ProcessGroup, ReduceOp
 from bagua.errors import InvalidArgument
 from bagua.profiler.timeline import Timeline, save_all
 
-_STATE_VERSION = 6
-_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "loss_scale", "state", "parameters"}
+_STATE_VERSION = 7
+_STATE_KEYS = {
+    "version",
+    "algorithm",
+    "choice",
+    "num_steps",
+    "layout",
+    "ready_order",
+    "loss_scale",
+    "state",
+    "parameters",
+}
 
 # The handles by id. A WeakSet would raise where one rank adds to it while another, a thread too, goes through it.
 _attached: weakref.WeakValueDictionary[int, BaguaHandle] = weakref.WeakValueDictionary()
@@ -45,8 +55,13 @@ class BaguaHandle:
         ('bytegrad', 2)
     """
 
-    def __init__(self, model: torch.nn.Module, reducer: Reducer, hooks: Sequence[Any], num_wraps: int) -> None:
-        self.num_wraps = num_wraps
+    def __init__(self, model: torch.nn.Module, reducer: Reducer, hooks: Sequence[Any]) -> None:
+        self.num_wraps = 0
+        self.renew(model, reducer, hooks)
+
+    def renew(self, model: torch.nn.Module, reducer: Reducer, hooks: Sequence[Any]) -> None:
+        """The model is wrapped, or wrapped anew."""
+        self.num_wraps += 1
         self.reducer = reducer
         self._model = weakref.ref(model)
         self._hooks = list(hooks)
@@ -58,6 +73,29 @@ class BaguaHandle:
     def algorithm(self) -> Algorithm:
         """The algorithm, with its options as attributes."""
         return self.reducer.algorithm
+
+    @property
+    def choice(self) -> Any:
+        """What ``algorithm="auto"`` has chosen and why, a ``bagua.choice.Choice``; None until it has, and otherwise."""
+        return None if self.reducer.choosing is None else self.reducer.choosing.choice
+
+    def choice_state(self) -> dict[str, Any] | None:
+        """Returns what a checkpoint has of ``algorithm="auto"``."""
+        return None if self.reducer.choosing is None else self.reducer.choosing.state()
+
+    def choose_again(self) -> None:
+        """Lets ``algorithm="auto"`` choose anew, from the next step on; call it on all ranks.
+
+        It does so by itself where 200 steps take 20% longer, or less long, than when it chose.
+
+        Raises:
+            InvalidArgument: the model was wrapped with an algorithm.
+        """
+        if self.reducer.choosing is None:
+            raise InvalidArgument(
+                f'choose_again() is for algorithm="auto", and of several ranks; this model runs {self.algorithm.name!r}'
+            )
+        self.reducer.choosing.choose_again()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -233,6 +271,7 @@ class BaguaHandle:
         return {
             "version": _STATE_VERSION,
             "algorithm": self.algorithm.name,
+            "choice": self.choice_state(),
             "num_steps": self.reducer.num_steps,
             "layout": [names[index] for index in self.reducer.storage.order],
             "ready_order": None if order is None else [names[index] for index in order],
@@ -294,7 +333,36 @@ class BaguaHandle:
                 which then train on as before.
         """
         remedy = "load the checkpoint of one step on all ranks; where an algorithm remembers something, each its own"
+        with self.adopted(lambda: state["choice"] if isinstance(state, Mapping) else None):
+            self._load(state, remedy)
 
+    @contextlib.contextmanager
+    def adopted(self, read: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
+        """Trains with the choice of a checkpoint from here on, if it has one and algorithm is "auto"; collective.
+
+        Args:
+            read: returns that choice. Where it raises, or the block does, the earlier choice stays.
+        """
+        choosing = self.reducer.choosing
+        if choosing is None:
+            yield
+            return
+
+        def read_choice() -> tuple[Any, dict[str, Any]]:
+            choice = read()
+            return choice, {"the choice of the checkpoint": choice}
+
+        before = choosing.state()
+        choice = agree(self.group, read_choice, "load the checkpoint of one step on all ranks")
+        try:
+            if choice is not None:
+                choosing.adopt(choice)
+            yield
+        except InvalidArgument:
+            choosing.adopt(before)
+            raise
+
+    def _load(self, state: Mapping[str, Any], remedy: str) -> None:
         def prepare() -> tuple[None, dict[str, Any]]:
             check_state(state, self)
             index_of = {name: index for index, name in enumerate(self.reducer.storage.names)}
@@ -403,6 +471,8 @@ class BaguaHandle:
 
     def remove_hooks(self) -> None:
         """The part of ``remove`` that is left when the algorithm has been detached already."""
+        if self.reducer.choosing is not None:
+            self.reducer.choosing.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -56,6 +56,24 @@ class Joining(Protocol):
     def after_backward(self) -> None: ...
 
 
+class Choosing(Protocol):
+    """``algorithm="auto"`` of a model, which the reducer and the handle call; see bagua/choice/chooser.py."""
+
+    choice: Any
+
+    def before_forward(self) -> Reducer: ...
+
+    def after_backward(self) -> None: ...
+
+    def choose_again(self) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def adopt(self, state: Mapping[str, Any]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Reducer:
     """The state of the step under way, kept from step to step without allocating.
 
@@ -101,6 +119,7 @@ class Reducer:
         self.buffers, self._always_broadcasts, self.replica_check = buffers, always_broadcasts, replica_check
         self.finds_unused, self._raises_nonfinite = find_unused_parameters, raises_nonfinite
         self.joining: Joining | None = None  # inside ``join``
+        self.choosing: Choosing | None = None  # of algorithm="auto"
         self._is_used = bytearray(len(storage.parameters))  # since the last synchronisation, in no_sync too
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
@@ -148,6 +167,12 @@ class Reducer:
             return
         self.recorder.check(self.group)
         self._raise_if_nonfinite()
+        if self.choosing is not None and self.synchronises and self.joining is None:
+            with fatal(self.group, 'algorithm="auto"'):
+                now = self.choosing.before_forward()
+            if now is not self:
+                now.before_forward(is_training)
+                return
         if self.joining is not None and not is_shadow:
             self.joining.before_forward(is_training)
         self._lay_out_if_agreed()
@@ -452,6 +477,8 @@ class Reducer:
             work = self.replica_check.begin(parameters=self.sends_gradients, buffers=has_buffers)
             if work is not None:
                 self._name(work)
+        if self.choosing is not None:
+            self.choosing.after_backward()
         if self.storage.memory.is_cpu:
             self._raise_if_nonfinite()
 

@@ -38,7 +38,7 @@ from bagua.data_parallel.checks import (
 from bagua.data_parallel.errors import fatal
 from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.data_parallel.initial_sync import OptimizerStates, broadcast_model
-from bagua.data_parallel.reducer import Reducer
+from bagua.data_parallel.reducer import Choosing, Reducer
 from bagua.data_parallel.replica_check import ReplicaCheck, check_setting
 from bagua.data_parallel.scope import IGNORED, Scope
 from bagua.distributed.consensus import agree
@@ -48,6 +48,8 @@ from bagua.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+# For algorithm="auto"; bagua/choice, which stands on this package, puts it here.
+make_chooser: Callable[[BaguaHandle, Callable[..., Any], str, int | None], Choosing] | None = None
 
 
 def with_bagua(
@@ -63,6 +65,7 @@ def with_bagua(
     check_replicas: str | int | bool = "auto",
     ignore: Sequence[str] = (),
     groups: Mapping[str, GroupLike] | None = None,
+    risk: Literal["R0", "R1", "R2", "R3"] | None = None,
     **options: Any,
 ) -> Model:
     """Makes ``model`` train in step with the same model on the other ranks; collective.
@@ -81,7 +84,9 @@ def with_bagua(
         optimizers: those that step its parameters. Their state starts equal. Algorithms that exchange weights need all
             of them and work in their public step hooks; an optimizer that is made anew later is named at the next
             forward: call with_bagua again.
-        algorithm: a name from ``bagua.algorithms.available()``, or an instance.
+        algorithm: a name from ``bagua.algorithms.available()``, or an instance. "auto": what turns out to be the
+            fastest of the class ``risk``. It begins as ``gradient_allreduce``, and has chosen after some fifty steps,
+            ``bucket_bytes`` too if that is left at its default; ``model.bagua.choice`` says what and why.
         group: the ranks to train with, all by default: a group of bagua or of torch.distributed, or a DeviceMesh with
             one dimension, such as ``mesh["dp_replicate"]``. Of a DTensor each rank synchronises its part, with ranks
             that hold the same one: the group crosses the parameter's mesh in one rank.
@@ -107,6 +112,9 @@ def with_bagua(
             ranks, because the loss is the mean over all ranks and an expert's gradient has the contributions of all
             (``average=False``: the sum). They are not compared. Without error feedback, ``hierarchical`` and
             ``nonfinite="raise"``.
+        risk: what "auto" may change; "R1" by default. "R0": when and in which messages gradients travel; "R1": their
+            rounding, to 16 bits; "R2": codecs that are unbiased, or feed back their error; "R3": the optimisation, by
+            exchanging weights.
         options: the algorithm's own.
 
     Raises:
@@ -121,6 +129,22 @@ def with_bagua(
         >>> loss(model(x), y).backward(); optimizer.step()
     """
     group = resolve(group)
+    if isinstance(algorithm, str) and algorithm == "auto":
+        wrap = functools.partial(
+            with_bagua,
+            group=group,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            nonfinite=nonfinite,
+            check_replicas=check_replicas,
+            ignore=ignore,
+        )
+        _check_auto(group, risk, options, groups)
+        wrap(model, optimizers, bucket_bytes=bucket_bytes)
+        if group.size > 1 and make_chooser is not None:
+            own = None if bucket_bytes == DEFAULT_BUCKET_BYTES else bucket_bytes
+            model.bagua.reducer.choosing = make_chooser(model.bagua, wrap, risk or "R1", own)
+        return model
     earlier: BaguaHandle | None = None
     settings = {
         "bucket_bytes": (bucket_bytes, int),
@@ -132,6 +156,8 @@ def with_bagua(
     def prepare() -> tuple[tuple[Reducer, OptimizerStates], dict[str, Any]]:
         nonlocal earlier, optimizers
         check_is_model(model)
+        if risk is not None:
+            raise InvalidArgument(f'risk is {risk!r}, but it is for algorithm="auto"; leave it out')
         optimizers = optimizers_in(optimizers)
         earlier = handle_of(model)
         chosen = _make_algorithm(algorithm, options)
@@ -196,6 +222,23 @@ def with_bagua(
     return model
 
 
+def _check_auto(
+    group: ProcessGroup, risk: str | None, options: Mapping[str, Any], groups: Mapping[str, GroupLike] | None
+) -> None:
+    """Raises InvalidArgument on all ranks for arguments that "auto" does not know; collective."""
+
+    def check() -> tuple[None, dict[str, Any]]:
+        if risk not in (None, "R0", "R1", "R2", "R3"):
+            raise InvalidArgument(f'risk is {risk!r}, expected "R0", "R1", "R2" or "R3"')
+        if options:
+            raise InvalidArgument(f'algorithm="auto" chooses options itself, but got {sorted(options)}; leave them out')
+        if groups:
+            raise InvalidArgument('algorithm="auto" is not for experts that some ranks share; name an algorithm')
+        return None, {"algorithm": "auto", "risk": risk}
+
+    agree(group, check, "pass the same algorithm and risk on all ranks")
+
+
 @contextlib.contextmanager
 def _closing_if_refused(group: ProcessGroup) -> Iterator[None]:
     """Closes the groups that an algorithm has made of ``group`` inside, where something is refused there."""
@@ -222,9 +265,13 @@ def _take_over(model: torch.nn.Module, states: OptimizerStates, reducer: Reducer
     if earlier is not None:
         earlier.reducer.move_gradients_to(reducer)
         earlier.remove_hooks()
-    elif "torch._dynamo" in sys.modules:
+    elif "torch._dynamo" in sys.modules and not reducer.group.is_rehearsal:
         torch.compiler.reset()  # what was compiled of a module without hooks never asks again whether it has some
-    BaguaHandle(model, reducer, _install_hooks(model, reducer), _num_wraps(earlier))
+    hooks = _install_hooks(model, reducer)
+    if earlier is None:
+        BaguaHandle(model, reducer, hooks)
+    else:
+        earlier.renew(model, reducer, hooks)
 
 
 def _num_wraps(earlier: BaguaHandle | None) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -78,7 +78,10 @@ class ProcessGroup:
         name: the same on all ranks.
         timeout: deadline of each operation.
         subgroups: the open ones that ``subgroup`` has made.
+        is_rehearsal: True of ``bagua.simulator``, whose models nobody else knows.
     """
+
+    is_rehearsal: ClassVar[bool] = False
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], global_rank: int, timeout: timedelta | float):
         self.name = name

@@ -64,12 +64,13 @@ class RankStates:
             InvalidArgument: they belong to another algorithm or model.
         """
         handle = self.model.bagua
-        own = states[handle.group.rank] if len(states) == handle.group.size else handle.training_of_all(states)
-        if "model" in own:
-            self.model.load_state_dict(own["model"])
-            for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-        handle.load_state_dict(own["bagua"])
+        with handle.adopted(lambda: states[0]["bagua"]["choice"]):
+            own = states[handle.group.rank] if len(states) == handle.group.size else handle.training_of_all(states)
+            if "model" in own:
+                self.model.load_state_dict(own["model"])
+                for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):
+                    optimizer.load_state_dict(state)
+            handle.load_state_dict(own["bagua"])
 
     def _own(self, handle: Any) -> dict[str, Any]:
         own = {"bagua": handle.state_dict()}

@@ -57,6 +57,7 @@ class Outcome:
     processor_s: float  # mean over ranks
     waiting_s: float | None
     stolen: float | None = None  # share of processor time that the hypervisor took, between 0 and 1
+    chose: str = ""  # by `auto`
 
     @property
     def p50(self) -> float:
@@ -83,9 +84,8 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: flo
         waiting_s = max(waiting, default=None)
         processor_s = statistics.mean(result.processor_s for result in results)
         stolen = max(result.stolen for result in results)
-        outcomes.append(
-            Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, processor_s, waiting_s, stolen)
-        )
+        counts = (first.wire_bytes, processor_s, waiting_s, stolen)
+        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, *counts, first.chose))
     return outcomes
 
 

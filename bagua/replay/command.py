@@ -23,7 +23,7 @@ from bagua.replay.cases import PROFILES, Case, Outcome, outcomes_of
 from bagua.replay.plots import PLOTTED, check_format, plot
 from bagua.replay.profiles import Profile
 from bagua.replay.ranks import Ranks, RanksFailed
-from bagua.replay.systems import DDP_HOOKS, HOOKS, check, check_scaled, measure_here, parse
+from bagua.replay.systems import AUTO, DDP_HOOKS, HOOKS, check, check_scaled, measure_here, parse
 
 __all__ = ["RanksFailed", "checked", "run", "systems_of"]
 
@@ -86,7 +86,7 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
         parser.error(f"--congestion is {args.congestion}; this kernel has {', '.join(available)}")
     if is_launched and (has_hosts or args.congestion or len(args.rates) > 1):
         parser.error("under a launcher its hosts are used; pass only --rates, with the one rate of their links")
-    known = (*HOOKS, *bagua.algorithms.available())
+    known = (*HOOKS, AUTO, *bagua.algorithms.available())
     unknown = [system for system in args.systems or () if not _is_system(parse(system)[0], known)]
     if unknown:
         parser.error(f"--systems has {', '.join(unknown)}; expected {', '.join(known)}, with or without options")
@@ -218,7 +218,8 @@ def _say(args: argparse.Namespace, everything: Sequence[Sequence[Outcome]]) -> N
     if case.rate_mbit is not None and case.num_hosts > 1:
         profile = Profile.load(case.path).scaled(case.scale)
         print(f"wire over compute: {report.three_digits(profile.wire_over_compute(case.num_hosts, case.rate_mbit))}\n")
-    print(*report.table(outcomes), "", sep="\n", flush=True)
+    chose = [f"{one.system} {one.chose}\n" for one in outcomes if one.chose]
+    print(*report.table(outcomes), "", *chose, sep="\n", flush=True)
     if args.csv is not None:
         report.append_csv(args.csv, outcomes)
     if args.plot is not None:

@@ -22,6 +22,7 @@ from bagua.errors import InvalidArgument
 from bagua.files import replace_file
 
 _LAYER_KEYS = {"name", "parameters", "forward_ms", "backward_ms"}
+_DRAWN = 1 << 20
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -176,7 +177,8 @@ class SleepingModel(torch.nn.Module):
     Instead of computing, the calling thread sleeps, as a host waits for its accelerator. Forward and backward begin
     when they are called, and each layer ends at the time of the profile, so work of the host in between, in hooks for
     example, costs no accelerator time. Gradients take no computation: they are the same memory in every step, filled
-    once from ``torch.manual_seed``'s generator. Weights are zero, because no result depends on them.
+    once from ``torch.manual_seed``'s generator, a large one with its first million numbers again and again. Weights are
+    zero, because no result depends on them.
 
     Args:
         profile: the layers and their times.
@@ -226,11 +228,18 @@ class _SleepingLayer(torch.nn.Module):
         self.device = device
         dtype = getattr(torch, layer.dtype)
         self.weights = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in layer.parameters)
-        self.gradients = [torch.randn(shape, dtype=dtype) for shape in layer.parameters]
+        self.gradients = [_random(shape, dtype) for shape in layer.parameters]
         self._inputs = tuple(self.weights)  # a ParameterList finds each by its name, which takes time in every step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Work.apply(x, self, *self._inputs)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    values, drawn = torch.empty(math.prod(shape), dtype=dtype), torch.randn(min(math.prod(shape), _DRAWN), dtype=dtype)
+    for part in values.split(_DRAWN):
+        part.copy_(drawn[: len(part)])
+    return values.view(tuple(shape))
 
 
 class _Work(torch.autograd.Function):

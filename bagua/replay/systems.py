@@ -1,9 +1,9 @@
 """The measurements of a rank: one model under every system, torch's and ours, and the times when gradients are ready.
 
 A system is written as on the command line: `ddp`, `ddp_fp16`, `ddp_bf16`, `ddp_minmax_uint8` (bagua.ddp.comm_hook), or
-an algorithm, with options: `qsgd:bits=4`, `ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer does nothing,
-as a device would run it; only `qadam` and `zero_one_adam` have their own, whose time counts. With `overlap=False` an
-algorithm that exchanges gradients copies them into its buckets and begins when backward has ended.
+an algorithm, with options: `qsgd:bits=4`, `ddp:bucket_cap_mb=2.5`, `auto:risk=R2`. Compute is a sleep, so the optimizer
+does nothing, as a device would run it; only `qadam` and `zero_one_adam` have their own, whose time counts. With
+`overlap=False` an algorithm that exchanges gradients copies them into its buckets and begins when backward has ended.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bagua.replay.sent_bytes import sent_bytes
 from bagua.replay.verification import Verification
 
 ALONE = "compute alone"
+AUTO = "auto"  # which trains until it has chosen, before it is measured
 
 
 def _bf16_hook(state, bucket):
@@ -59,6 +60,7 @@ _UNDER_COMPUTE = ("decentralized", "async_averaging")
 _ENOUGH_S = 8.0  # seconds of samples, if steps are slow
 _LONG_STEP_S = 0.5  # a sample is one such step; shorter ones are timed together, because ranks begin at different times
 _SHORT_STEPS = 4
+_CHOSEN_AFTER = 1000  # steps at most
 _WARM_FROM_S = 3.0  # steps that take this long need only one warm-up step
 _ROUNDS = 3  # rounds of async, one sample each
 # A measurement is repeated above these shares.
@@ -94,6 +96,7 @@ class Result:
         period: steps from one exchange to the next; `wire_bytes` and `step_s` are means over them. 1 if it is not a
             number of steps, as for async.
         stolen: the share of this machine's processor time that the hypervisor took, between 0 and 1.
+        chose: under `auto`: the choice as text, and the steps and seconds until it was made.
     """
 
     system: str
@@ -105,6 +108,7 @@ class Result:
     overlap: str = "backward"
     period: int = 1
     stolen: float = 0.0
+    chose: str = ""
 
 
 def parse(system: str) -> tuple[str, dict[str, Any]]:
@@ -131,6 +135,12 @@ def check(system: str) -> None:
         _check_values(options, _DDP_OPTIONS)
         return
     _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
+    if name == AUTO:
+        if unknown := options.keys() - {"risk", *_WRAP_OPTIONS}:
+            raise bagua.InvalidArgument(f"unknown option {min(unknown)!r} for auto; its option is risk")
+        if options.get("risk", "R1") not in ("R0", "R1", "R2", "R3"):
+            raise bagua.InvalidArgument(f"risk is {options['risk']!r}, expected R0, R1, R2 or R3")
+        return
     algorithm = _algorithm_of(name, options)
     goes_on = inspect.isgeneratorfunction(algorithm.communicate)
     if "overlap" in options and (algorithm.exchanges != "gradients" or name in _WITH_QADAM or goes_on):
@@ -149,7 +159,7 @@ def check_scaled(system: str, profile: Profile, scale: float) -> None:
     The times would be wrong: powersgd, for one, has no thin factors of a matrix of a single column.
     """
     name, options = parse(system)
-    if name in HOOKS:
+    if name in HOOKS or name == AUTO:  # that one chooses for the scaled model
         return
     algorithm = _algorithm_of(name, options)
     for layer, scaled in zip(profile.layers, profile.scaled(scale).layers, strict=True):
@@ -288,6 +298,7 @@ def _merged(of_turns: Sequence[Result]) -> Result:
 
 def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: Task) -> Result:
     step = _step_of(system, model)
+    chose = _choose(step, model) if parse(system)[0] == AUTO else ""
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
     name = handle.algorithm.name if handle is not None else parse(system)[0]  # not an abbreviation of it
@@ -305,7 +316,9 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
         taken = _time(step, period, task.samples)
     if verification is not None:
         verification.end()
-    result = Result(system, taken.step_s, taken.wire_bytes, taken.processor_s, period=period, stolen=taken.stolen)
+    result = Result(
+        system, taken.step_s, taken.wire_bytes, taken.processor_s, period=period, stolen=taken.stolen, chose=chose
+    )
     if exchanges == "gradients":
         result.ready = _ready_parts(model, ready)
     else:
@@ -357,6 +370,16 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
             work.wait()  # no optimizer step follows: it would be refused, and NoOptimizer's does nothing
 
     return step if overlaps else step_in_turn
+
+
+def _choose(step: Callable[[], None], model: SleepingModel) -> str:
+    """Trains until `auto` has chosen."""
+    begin = time.perf_counter()
+    for num_steps in range(1, _CHOSEN_AFTER + 1):
+        step()
+        if model.bagua.choice is not None:
+            return f"after {num_steps} steps and {time.perf_counter() - begin:.2f} s: {model.bagua.choice}"
+    raise RuntimeError(f"auto has not chosen after {_CHOSEN_AFTER} steps")
 
 
 def optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -117,6 +117,8 @@ class _Network:
 class RehearsalGroup(ProcessGroup):
     """A ProcessGroup that writes down what is started and waited for."""
 
+    is_rehearsal = True
+
     def __init__(self, hosts: int, ranks_per_host: int) -> None:
         self.script = _Script()
         self._topology = ("", 0)
