@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .errors import InvalidArgument
 
@@ -169,6 +170,11 @@ def restart_count(environ: Mapping[str, str] | None = None) -> int:
     It distinguishes keys of this attempt from earlier ones in a store that outlives the ranks.
     """
     return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30)
+
+
+def cache_folder() -> Path:
+    """Returns the folder of this user's measurements, which may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bagua"
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:

@@ -56,6 +56,11 @@ class Candidate:
         """Whether ranks train apart, and meet in their weights."""
         return get(self.algorithm).exchanges == "weights"
 
+    def differs_in_buckets(self, other: Candidate) -> bool:
+        """Returns True if nothing else than the size of buckets may differ."""
+        ours, theirs = ({**one.options, "bucket_bytes": 0} for one in (self, other))
+        return self.algorithm == other.algorithm and ours == theirs
+
     def with_option(self, name: str, value: Any) -> Candidate:
         return dataclasses.replace(self, options={**self.options, name: value})
 

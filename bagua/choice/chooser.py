@@ -227,7 +227,9 @@ class Chooser:
         def pays(candidate: Candidate, step_s: float) -> bool:
             return worth(candidate, step_s) < (1 - _LEAST_GAIN) * worth(best, best_s)
 
-        left = [(one, row.predicted_s) for one, row in found if row.predicted_s is not None and one != self._base]
+        enough_s = (1 - _LEAST_GAIN) * (rows[str(self._base)].predicted_s or 0.0)
+        predicted = [(one, row.predicted_s) for one, row in found if row.predicted_s is not None]
+        left = [(one, step_s) for one, step_s in predicted if worth(one, step_s) < enough_s]
         num_trials = 0
         while left and num_trials < _MOST_TRIALS:
             fastest = min(worth(*pair) for pair in left)
@@ -238,6 +240,8 @@ class Chooser:
             num_trials += took_s is not None
             if took_s is not None and pays(candidate, took_s):
                 best, best_s = candidate, took_s
+            else:  # nor will it with buckets of another size
+                left = [pair for pair in left if not pair[0].differs_in_buckets(candidate)]
         nodes = group.nodes.members
         if 1 < len(nodes) < group.size and "hierarchical" in best.known_options:  # cannot be rehearsed
             hierarchical = best.with_option("hierarchical", True)
@@ -261,12 +265,14 @@ class Chooser:
     def _watch(self, choice: Choice) -> Generator[None, float, None]:
         """Goes on until steps take another time than when the choice was made, or the program asks for another."""
         period = choice.candidate.period
-        for _ in range(max(_WARM_UP_STEPS, period)):
-            yield
+        num_left = max(_WARM_UP_STEPS, period)
         while not self._is_asked:
             took_s: list[float] = []
             while len(took_s) < _rounded(_WATCHED_STEPS, period) and not self._is_asked:
-                took_s.append((yield))
+                step_s = yield
+                num_left -= 1
+                if num_left < 0:
+                    took_s.append(step_s)
             if self._is_asked:
                 break
             now_s = max(self.handle.group.all_gather_plain(_typical(took_s, period)))
@@ -321,7 +327,7 @@ class Chooser:
         fitting = [one for one in everything if one.memory * num_bytes <= free] + self._with_other_buckets(self._base)
         found = list(zip(fitting, predict(group, network, profile, fitting, until_s), strict=True))
         others = [(row.predicted_s, one) for one, row in found if row.predicted_s is not None and one.algorithm != BASE]
-        if others:
+        if others and all(group.all_gather_plain(time.perf_counter() < until_s)):
             _, fastest = min(others, key=lambda pair: pair[0] * pair[1].steps_needed(group.size))
             variants = self._with_other_buckets(fastest)
             found += zip(variants, predict(group, network, profile, variants, until_s), strict=True)

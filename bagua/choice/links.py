@@ -101,11 +101,14 @@ class _Ring:
 def _rate(ring: _Ring, latency: float, limit_s: float) -> tuple[float, float]:
     """Returns the bytes per second that each rank sends and receives, and the bytes that a rest saves up for it."""
     ring.agreed_seconds(_FIRST_BYTES)  # it may open connections
-    num_bytes, enough_s = _FIRST_BYTES, limit_s / 12
-    while (took_s := ring.agreed_seconds(num_bytes)) < enough_s and num_bytes < _MOST_BYTES:
+    num_bytes, enough_s = _FIRST_BYTES, limit_s / 16
+    while num_bytes < _MOST_BYTES:
+        took_s = min(ring.agreed_seconds(num_bytes) for _ in range(2))  # one may be disturbed
+        if took_s >= enough_s:
+            break
         num_bytes *= 2 if took_s > enough_s / 4 else 4
     busy_s = statistics.median(ring.agreed_seconds(num_bytes) for _ in range(_NUM_LARGE))
-    rate = num_bytes / max(busy_s - latency, 1e-9)
+    rate = num_bytes / (busy_s - min(latency, busy_s / 2))
     time.sleep(min(_REST_S, limit_s / 2))
     rested_s = ring.agreed_seconds(num_bytes)
     return rate, rate * (busy_s - rested_s) if rested_s < _SAVES_UP * busy_s else 0.0

@@ -1,6 +1,7 @@
 """`bagua bench record` measures what a training step of a model costs, `replay` plays it on a network.
 
-The profile that the one writes and the other plays says so layer by layer. What plays it is bagua/replay/command.py.
+The profile that the one writes and the other plays says so layer by layer. What plays it is bagua/replay/command.py;
+`links` and `codecs` are in calibrate.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from bagua.cli import calibrate
 from bagua.cli.progress import Progress
 from bagua.errors import InvalidArgument
 
@@ -205,7 +207,7 @@ def _replay(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand; 0 when it has done its work, 1 when it says why not."""
     parser = argparse.ArgumentParser(prog="bagua bench", description="What would each algorithm do for your model?")
-    commands = parser.add_subparsers(required=True, metavar="record|replay")
+    commands = parser.add_subparsers(required=True, metavar="record|replay|links|codecs")
     recorder = commands.add_parser(
         "record",
         help="measure what a training step of a model costs, layer by layer",
@@ -219,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorder.add_argument("--repetitions", type=int, default=5, help="steps of which the median counts")
     recorder.set_defaults(run=_record)
     _add_replay(commands)
+    calibrate.add_to(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

@@ -10,12 +10,9 @@ import argparse
 import os
 import platform
 import re
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bagua import _C, config
 from bagua.cli.progress import Progress
@@ -23,9 +20,6 @@ from bagua.cli.run import main as launch
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.net import congestion
 from bagua.net.interfaces import interface_addresses
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["main", "report_host"]
 
@@ -40,8 +34,6 @@ _DEVICE_PATHS = {
     "nccl": "over NCCL, or refused (BAGUA_BACKEND)",
     "torch": f"{_STAGED} (BAGUA_BACKEND)",
 }
-_PING_BYTES, _PINGS = 8, 200
-_BULK_BYTES, _BULKS = 16 << 20, 5
 
 
 def _is_built_in(kind: str) -> bool:
@@ -130,32 +122,8 @@ def report_host() -> str:
     return "\n".join(lines)
 
 
-def _ping(peer: int, first: bool, tensor: torch.Tensor) -> float:
-    """Seconds of one round trip."""
-    from bagua.distributed import collectives
-
-    begin = time.perf_counter()
-    if first:
-        collectives.send(tensor, peer)
-        collectives.recv(tensor, peer)
-    else:
-        collectives.recv(tensor, peer)
-        collectives.send(tensor, peer)
-    return time.perf_counter() - begin
-
-
-def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
-    """(one-way latency in microseconds, rate in GB/s) between this rank and `peer`."""
-    import torch
-
-    small, large = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (_PING_BYTES, _BULK_BYTES))
-    _ping(peer, first, small), _ping(peer, first, large)  # connect and touch the memory
-    latency = statistics.median(_ping(peer, first, small) for _ in range(_PINGS)) / 2
-    rate = 2 * _BULK_BYTES / statistics.median(_ping(peer, first, large) for _ in range(_BULKS))
-    return latency * 1e6, rate / 1e9
-
-
 def _report_peers(progress: Progress) -> None:
+    from bagua.choice.links import measure_pair
     from bagua.distributed import collectives, world
 
     rank, size = world.get_rank(), world.get_world_size()
@@ -167,10 +135,11 @@ def _report_peers(progress: Progress) -> None:
             if rank == 0:
                 progress.tell(f"measuring between ranks {first} and {second} of {size}")
             if rank in (first, second):
-                latency, rate = _measure_pair(second if rank == first else first, rank == first)
+                pair = measure_pair(group, second if rank == first else first, rank == first)
                 if rank == first:
                     kind = "shm" if second in group.local_ranks else between_hosts
-                    rows.append(f"{first:>4} {second:>4}  {kind:<5} {latency:>10.1f} us {rate:>8.2f} GB/s")
+                    latency_us, rate_gb = 1e6 * pair.latency_p50_s, pair.rate_p50 / 1e9
+                    rows.append(f"{first:>4} {second:>4}  {kind:<5} {latency_us:>10.1f} us {rate_gb:>8.2f} GB/s")
             collectives.barrier()
     gathered = group.all_gather_plain(rows)
     if rank == 0:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bagua.cli.calibrate import measured_link
 from bagua.cli.progress import Progress
 from bagua.errors import InvalidArgument
 
@@ -54,7 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--profile", required=True, help=f"a file of `bagua bench record`, or one of {ours}")
     option("--hosts", type=int, default=4, help="how many (4)")
     option("--ranks-per-host", type=int, default=1, help="how many (1)")
-    option("--link", default="1gbit", help="what every host's link carries each way, without headers (1gbit)")
+    option(
+        "--link",
+        default="1gbit",
+        help="what every host's link carries each way, without headers; or `measured`, by `bagua bench links` (1gbit)",
+    )
     option("--latency", default="0.05ms", help="from the last byte on the link to its arrival (0.05ms)")
     option("--algorithm", nargs="+", default=[_ALL], help="names, with options as in qsgd:bits=4; all of them (all)")
     option("--scale", type=float, default=1.0, help="of the tensors' sizes (1)")
@@ -89,7 +94,12 @@ def _simulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
     from bagua.replay.systems import check_scaled, parse
     from bagua.simulator import Link, Stragglers, available, rehearse
 
-    link = Link.parse(args.link, args.latency)
+    if args.link == "measured":
+        found = measured_link()
+        link = Link(up=found["up"], latency=found["latency"], burst=found["burst"])
+        args.link, args.latency = f"{link.up / 1e6:.0f}mbit, measured {found['date']},", f"{1e6 * link.latency:.0f}us"
+    else:
+        link = Link.parse(args.link, args.latency)
     late = Stragglers(sigma=args.jitter)
     ours = PROFILES / f"{args.profile}.json"
     profile = Profile.load(ours if ours.exists() else args.profile)

@@ -200,8 +200,8 @@ def with_bagua(
             earlier=earlier.reducer if earlier is not None else None,
         )
         return (reducer, OptimizerStates(optimizers, model, scope)), {
-            "the number of with_bagua calls on this model": _num_wraps(earlier),
             "algorithm": chosen.name,
+            "the number of with_bagua calls on this model": _num_wraps(earlier),
             **{f"option {name!r}": repr(value) for name, value in chosen.options().items()},
             **{name: value for name, (value, _) in settings.items()},
             "check_replicas": check_replicas,
