@@ -24,7 +24,7 @@ _NUM_LARGE = 3
 _REST_S = 0.1  # in which a link saves up what it may carry at once
 _SAVES_UP = 0.8  # it does if a message after a rest takes less than this part of the time
 _SPIN_S, _NUM_SPINS = 0.004, 3
-_PINGS, _BULK_BYTES, _BULKS = 200, 16 << 20, 5
+_PINGS, _PROBE_BYTES, _BULK_S, _BULKS = 200, 256 << 10, 0.1, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,15 +128,14 @@ def _slowdown(group: ProcessGroup) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What is between two ranks: seconds one way of 8 bytes, and bytes per second of 16 MiB; median and worst of 100.
-
-    With five large messages the worst of 100 is the worst of these.
+    """What is between two ranks: seconds one way of 8 bytes, median and 99 of 100; bytes per second of messages of a
+    tenth of a second, median and least of five.
     """
 
     latency_p50_s: float
     latency_p99_s: float
     rate_p50: float
-    rate_p99: float
+    rate_least: float
 
 
 def measure_pair(group: ProcessGroup, peer: int, is_first: bool) -> Pair:
@@ -148,9 +147,13 @@ def measure_pair(group: ProcessGroup, peer: int, is_first: bool) -> Pair:
             (group.send(tensor, peer) if sends else group.recv(tensor, peer)).wait()
         return time.perf_counter() - begin
 
-    small, large = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (_SMALL_BYTES, _BULK_BYTES))
-    round_trip(small), round_trip(large)  # connect and touch the memory
+    small, probe = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (_SMALL_BYTES, _PROBE_BYTES))
+    round_trip(small), round_trip(probe)  # connect and touch the memory
     ways = sorted(round_trip(small) / 2 for _ in range(_PINGS))
-    rates = sorted(2 * _BULK_BYTES / round_trip(large) for _ in range(_BULKS))
-    worst = (len(ways) * 99) // 100
-    return Pair(ways[len(ways) // 2], ways[worst], rates[len(rates) // 2], rates[0])
+    probed = 2 * _PROBE_BYTES / round_trip(probe)
+    num_bytes = torch.tensor([min(_MOST_BYTES, max(_PROBE_BYTES, int(_BULK_S * probed)))])
+    (group.send(num_bytes, peer) if is_first else group.recv(num_bytes, peer)).wait()
+    large = torch.zeros(int(num_bytes), dtype=torch.uint8, device="cpu")
+    round_trip(large)
+    rates = sorted(2 * large.numel() / round_trip(large) for _ in range(_BULKS))
+    return Pair(ways[len(ways) // 2], ways[len(ways) * 99 // 100], rates[len(rates) // 2], rates[0])

@@ -122,6 +122,7 @@ def _measure_links(progress: Progress) -> None:
     group = connected(chosen)
     if len(group.nodes.members) > 1:
         for streams in [*(one for one in _STREAMS if one != chosen), chosen]:
+            group.barrier(blocking=True).wait()  # rank 0 may hold the store, which goes with it
             world.destroy_process_group()
             group = connected(streams)
     leaders = group.nodes.leaders if len(group.nodes.members) > 1 else list(range(group.size))
@@ -134,11 +135,12 @@ def _measure_links(progress: Progress) -> None:
         if group.rank in (a, b):
             pair = measure_pair(group, b if group.rank == a else a, group.rank == a)
             if group.rank == a:
-                rows.append([a, b, pair.latency_p50_s, pair.latency_p99_s, pair.rate_p50, pair.rate_p99])
+                rows.append([a, b, pair.latency_p50_s, pair.latency_p99_s, pair.rate_p50, pair.rate_least])
         group.barrier(blocking=True).wait()
     found = [row for part in group.all_gather_plain(rows) for row in part]
     if group.rank == 0:
         _say_links(found, names, by_streams, chosen)
+    group.barrier(blocking=True).wait()
     world.destroy_process_group()
 
 
@@ -148,8 +150,8 @@ def _say_links(found: list[list[Any]], names: list[str], by_streams: dict[int, N
     head = ["alone", "one way us, median", "99 of 100", "Gbit/s, median", "least of 5"]
     cells = [
         [f"{names[a]} (rank {a}) and {names[b]} ({b})", f"{1e6 * p50:.1f}", f"{1e6 * p99:.1f}"]
-        + [f"{8e-9 * rate:.3g}" for rate in (r50, r99)]
-        for a, b, p50, p99, r50, r99 in found
+        + [f"{8e-9 * one:.3g}" for one in (rate, least)]
+        for a, b, p50, p99, rate, least in found
     ]
     print("\n".join(aligned([head, *cells])))
     network = by_streams[chosen]
@@ -171,7 +173,7 @@ def _say_links(found: list[list[Any]], names: list[str], by_streams: dict[int, N
     except (OSError, ValueError):
         kept = {}
     for a, b, *figures in found:
-        keys = ("latency_p50_s", "latency_p99_s", "rate_p50", "rate_p99")
+        keys = ("latency_p50_s", "latency_p99_s", "rate_p50", "rate_least")
         kept[f"{names[a]} {names[b]}"] = {**dict(zip(keys, figures, strict=True)), "date": today}
     kept["all"] = {"up": link.up, "latency": link.latency, "burst": link.burst, "hosts": network.hosts, "date": today}
     path.parent.mkdir(parents=True, exist_ok=True)

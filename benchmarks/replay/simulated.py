@@ -13,15 +13,35 @@ import argparse
 import csv
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bagua.replay.cases import Case
 
 _PAYLOAD = 1448 / (1448 + 66)  # of a full frame, as tc counts it
 
 
-def main() -> None:
+def simulated_s(case: Case, system: str, latency: str, slowdown: float, rehearsed: dict[Any, Any]) -> float:
+    """Returns the seconds of a step on the links that `bagua bench replay` makes; keeps rehearsals in `rehearsed`."""
     from bagua import simulator
-    from bagua.replay.cases import PROFILES
     from bagua.replay.hosts import BURST_BYTES
     from bagua.replay.profiles import Profile
+    from bagua.replay.systems import parse
+
+    name, options = parse(system)
+    key = (case.profile, case.scale, case.num_hosts, case.ranks_per_host, system)
+    if key not in rehearsed:
+        profile = Profile.load(case.path).scaled(case.scale)
+        shape = {"hosts": case.num_hosts, "ranks_per_host": case.ranks_per_host}
+        rehearsed[key] = simulator.rehearse(profile, name, **shape, **options)
+    rate = simulator.Link.parse(f"{case.rate_mbit}mbit", latency)
+    link = simulator.Link(up=_PAYLOAD * rate.up, latency=rate.latency, burst=BURST_BYTES)
+    return rehearsed[key].play(link, slowdown=slowdown).step_s
+
+
+def main() -> None:
+    from bagua import simulator
+    from bagua.replay.cases import Case
     from bagua.replay.report import aligned
     from bagua.replay.systems import parse
 
@@ -36,20 +56,15 @@ def main() -> None:
             row for row in csv.DictReader(file) if parse(row["system"])[0] in simulator.available() and row["rate_mbit"]
         ]
     for row in cases:
-        name, options = parse(row["system"])
-        shape = {"hosts": int(row["hosts"]), "ranks_per_host": int(row["ranks_per_host"])}
-        key = (row["profile"], row["scale"], row["system"], *shape.values())
-        if key not in rehearsed:
-            ours = PROFILES / f"{row['profile']}.json"
-            profile = Profile.load(ours if ours.exists() else row["profile"]).scaled(float(row["scale"]))
-            rehearsed[key] = simulator.rehearse(profile, name, **shape, **options)
-        rate = simulator.Link.parse(f"{row['rate_mbit']}mbit", args.latency)
-        link = simulator.Link(up=_PAYLOAD * rate.up, latency=rate.latency, burst=BURST_BYTES)
-        simulated_ms = 1e3 * rehearsed[key].play(link, slowdown=args.slowdown).step_s
+        case = Case(
+            row["profile"], float(row["scale"]), int(row["hosts"]), int(row["ranks_per_host"]), int(row["rate_mbit"])
+        )
+        simulated_ms = 1e3 * simulated_s(case, row["system"], args.latency, args.slowdown, rehearsed)
         measured_ms = float(row["step_ms"])
         errors.append(simulated_ms / measured_ms - 1)
-        case = f"{row['profile']}, {row['hosts']} hosts, {row['rate_mbit']} Mbit/s, {row['system']}"
-        rows.append([case, f"{measured_ms:.4g}", f"{simulated_ms:.4g}", f"{100 * errors[-1]:+.1f}"])
+        rows.append(
+            [f"{case}, {row['system']}", f"{measured_ms:.4g}", f"{simulated_ms:.4g}", f"{100 * errors[-1]:+.1f}"]
+        )
     print("\n".join(aligned(rows)))
     off = sorted(map(abs, errors))
     print(f"\n{len(off)} cases: median {100 * statistics.median(off):.1f}%, worst {100 * off[-1]:.1f}%")
