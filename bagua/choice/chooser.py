@@ -23,7 +23,7 @@ import torch
 from bagua.buckets import as_real
 from bagua.choice.candidates import BASE, BUCKET_BYTES, Candidate, candidates
 from bagua.choice.links import measure_network
-from bagua.choice.prediction import Row, check_room, of_plain, predict, room, to_plain
+from bagua.choice.prediction import Row, check_room, is_near_compute, of_plain, predict, room, to_plain
 from bagua.choice.recording import Recorded, Recording
 from bagua.data_parallel.handle import BaguaHandle
 from bagua.data_parallel.reducer import Reducer
@@ -327,8 +327,11 @@ class Chooser:
         fitting = [one for one in everything if one.memory * num_bytes <= free] + self._with_other_buckets(self._base)
         found = list(zip(fitting, predict(group, network, profile, fitting, until_s), strict=True))
         others = [(row.predicted_s, one) for one, row in found if row.predicted_s is not None and one.algorithm != BASE]
-        if others and all(group.all_gather_plain(time.perf_counter() < until_s)):
-            _, fastest = min(others, key=lambda pair: pair[0] * pair[1].steps_needed(group.size))
+        fastest_s, fastest = min(
+            others, key=lambda pair: pair[0] * pair[1].steps_needed(group.size), default=(0.0, None)
+        )
+        has_time = all(group.all_gather_plain(time.perf_counter() < until_s))
+        if fastest is not None and has_time and not is_near_compute(fastest_s, profile):
             variants = self._with_other_buckets(fastest)
             found += zip(variants, predict(group, network, profile, variants, until_s), strict=True)
         for one in everything:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from bagua.simulator import Link
 
 _SMALL_BYTES, _NUM_SMALL = 8, 20
-_FIRST_BYTES, _MOST_BYTES = 256 << 10, 64 << 20
-_NUM_LARGE = 3
+_LEAST_BYTES, _FIRST_BYTES, _MOST_BYTES = 4 << 10, 32 << 10, 64 << 20
+_NUM_LARGE = 5
 _REST_S = 0.1  # in which a link saves up what it may carry at once
-_SAVES_UP = 0.8  # it does if a message after a rest takes less than this part of the time
+_SAVES_UP = 0.2  # it does if more than this part of a message goes at once after it
 _SPIN_S, _NUM_SPINS = 0.004, 3
 _PINGS, _PROBE_BYTES, _BULK_S, _BULKS = 200, 256 << 10, 0.1, 5
 
@@ -100,18 +100,20 @@ class _Ring:
 
 def _rate(ring: _Ring, latency: float, limit_s: float) -> tuple[float, float]:
     """Returns the bytes per second that each rank sends and receives, and the bytes that a rest saves up for it."""
-    ring.agreed_seconds(_FIRST_BYTES)  # it may open connections
-    num_bytes, enough_s = _FIRST_BYTES, limit_s / 16
-    while num_bytes < _MOST_BYTES:
-        took_s = min(ring.agreed_seconds(num_bytes) for _ in range(2))  # one may be disturbed
-        if took_s >= enough_s:
-            break
-        num_bytes *= 2 if took_s > enough_s / 4 else 4
+    part_s = limit_s / 16
+    num_bytes = _FIRST_BYTES
+    ring.agreed_seconds(num_bytes)  # it may open connections
+    # What a link has saved up goes at once, so the first message that takes time is little longer than that.
+    while (took_s := ring.agreed_seconds(num_bytes)) < part_s and num_bytes < _MOST_BYTES:
+        num_bytes *= 2
+    num_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, int(num_bytes * part_s / took_s)))
     busy_s = statistics.median(ring.agreed_seconds(num_bytes) for _ in range(_NUM_LARGE))
     rate = num_bytes / (busy_s - min(latency, busy_s / 2))
-    time.sleep(min(_REST_S, limit_s / 2))
-    rested_s = ring.agreed_seconds(num_bytes)
-    return rate, rate * (busy_s - rested_s) if rested_s < _SAVES_UP * busy_s else 0.0
+    rest_s = min(_REST_S, 2 * part_s)
+    num_bytes = min(_MOST_BYTES, int(2 * rest_s * rate))
+    time.sleep(rest_s)
+    at_once = num_bytes - rate * (ring.agreed_seconds(num_bytes) - latency)
+    return rate, at_once if at_once > _SAVES_UP * num_bytes else 0.0
 
 
 def _slowdown(group: ProcessGroup) -> float:

@@ -71,7 +71,6 @@ def _share(network: Network, profile: Profile, candidates: Sequence[Candidate], 
     from bagua import simulator
 
     found: list[list[Any]] = []
-    compute_s = (profile.forward_ms + profile.backward_ms) / 1e3
     near = ""
     for index, one in enumerate(candidates):
         if index and (near or time.perf_counter() > until_s):
@@ -84,10 +83,15 @@ def _share(network: Network, profile: Profile, candidates: Sequence[Candidate], 
             )
             played = rehearsed.play(network.link, slowdown=network.slowdown)
             found.append([str(one), played.step_s, ""])
-            near = str(one) if played.step_s < _NEAR * compute_s else ""
+            near = str(one) if is_near_compute(played.step_s, profile) else ""
         except InvalidArgument as error:
             found.append([str(one), None, f"cannot be rehearsed: {error}"])
     return found
+
+
+def is_near_compute(step_s: float, profile: Profile) -> bool:
+    """Returns True for a step that takes little longer than compute alone."""
+    return step_s < _NEAR * (profile.forward_ms + profile.backward_ms) / 1e3
 
 
 def _apart(function: Any, *args: Any) -> Any:

@@ -31,9 +31,9 @@ class _Bucket:
 @pytest.mark.parametrize(
     ("rate", "burst", "saved"),
     [
-        (1e6, 0, 0),
+        (1e6, 512 << 10, 62_500),  # in a rest of a sixteenth of a second
         (12.5e6, 512 << 10, 512 << 10),
-        (12.5e6, 4 << 20, 1.25e6),  # in a rest of 0.1 s
+        (12.5e6, 4 << 20, 781_250),
         (125e6, 512 << 10, 0),  # it is less than a fifth of a message
         (10e9, 0, 0),
     ],
