@@ -56,9 +56,9 @@ class Candidate:
         """Whether ranks train apart, and meet in their weights."""
         return get(self.algorithm).exchanges == "weights"
 
-    def differs_in_buckets(self, other: Candidate) -> bool:
-        """Returns True if nothing else than the size of buckets may differ."""
-        ours, theirs = ({**one.options, "bucket_bytes": 0} for one in (self, other))
+    def is_variant_of(self, other: Candidate) -> bool:
+        """Returns True if nothing else differs than the size of buckets and the hierarchy."""
+        ours, theirs = ({**one.options, "bucket_bytes": 0, "hierarchical": False} for one in (self, other))
         return self.algorithm == other.algorithm and ours == theirs
 
     def with_option(self, name: str, value: Any) -> Candidate:

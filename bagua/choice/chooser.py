@@ -16,7 +16,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from bagua.buckets import as_real
 from bagua.choice.candidates import BASE, BUCKET_BYTES, Candidate, candidates
 from bagua.choice.links import measure_network
 from bagua.choice.prediction import Row, check_room, is_near_compute, of_plain, predict, room, to_plain
-from bagua.choice.recording import Recorded, Recording
+from bagua.choice.recording import DeviceClock, Recorded, Recording
 from bagua.data_parallel.handle import BaguaHandle
 from bagua.data_parallel.reducer import Reducer
 from bagua.distributed.consensus import agree
@@ -32,6 +32,9 @@ from bagua.distributed.process_group import ReduceOp
 from bagua.distributed.tensors import local_tensor
 from bagua.errors import InvalidArgument
 
+T = TypeVar("T")
+# A generator that is resumed before each step, with the marks between which the step before it was.
+Course: TypeAlias = Generator[None, tuple[Any, Any], T]
 logger = logging.getLogger("bagua")
 
 _WARM_UP_STEPS, _STEPS = 4, 20
@@ -99,9 +102,11 @@ class Chooser:
         self._handle, self._wrap = weakref.ref(handle), wrap
         self._risk, self._bucket_bytes = risk, bucket_bytes
         self._base = self._now = candidates("R0", bucket_bytes)[0]
+        self.ranks_are_equal = False  # and stay so, when it wraps the model anew now
+        self._clock = DeviceClock(handle.reducer.storage.memory.device)
         self._recording: Recording | None = None
-        self._is_between_steps, self._begin_s = True, time.perf_counter()
-        self._resumed_s, self._cost_s = self._begin_s, 0.0
+        self._is_between_steps, self._begin = True, self._clock.mark()
+        self._resumed_s = self._cost_s = 0.0
         self._is_asked = False
         self._course = self._choose()
         next(self._course)
@@ -118,15 +123,16 @@ class Chooser:
 
     def before_forward(self) -> Reducer:
         """A synchronising forward begins; returns the reducer that it is of."""
-        if self._is_between_steps:
+        handle = self.handle
+        if self._is_between_steps and handle.group.size > 1:
             self._is_between_steps = False
+            mark, self._resumed_s = self._clock.mark(), time.perf_counter()
             if self._recording is not None:
-                self._recording.begin_step()
-            self._resumed_s = now_s = time.perf_counter()
-            self._course.send(now_s - self._begin_s)
-            self._begin_s = time.perf_counter()
-            self._cost_s += self._begin_s - now_s
-        return self.handle.reducer
+                self._recording.begin_step(mark)
+            self._course.send((self._begin, mark))
+            self._begin = self._clock.mark()
+            self._cost_s += time.perf_counter() - self._resumed_s
+        return handle.reducer
 
     def after_backward(self) -> None:
         """A synchronising backward has ended."""
@@ -156,8 +162,10 @@ class Chooser:
             InvalidArgument: on all ranks: it cannot be run with this model.
         """
         now = Candidate(state["algorithm"], dict(state["options"]))
+        if not any(now.is_variant_of(one) for one in candidates(self._risk)):
+            raise InvalidArgument(f"the state is of {now}, which is not of risk {self._risk!r}; pass the risk it had")
         with self._keeping_weights(now):
-            reason = self._switch(now)
+            reason = self._switch(now, meets=False)
         if reason:
             raise InvalidArgument(f"the state is of {now}, as algorithm='auto' chose, which is refused here: {reason}")
         self.stop()
@@ -171,7 +179,7 @@ class Chooser:
 
     # --- from step to step
 
-    def _choose(self) -> Generator[None, float, None]:
+    def _choose(self) -> Course[None]:
         while True:
             if self.choice is None:
                 self.choice = yield from self._chosen()
@@ -180,7 +188,7 @@ class Chooser:
             yield from self._watch(self.choice)
             self.choice = None
 
-    def _chosen(self) -> Generator[None, float, Choice]:
+    def _chosen(self) -> Course[Choice]:
         yield
         self._cost_s = 0.0
         self._switch(self._base)
@@ -211,12 +219,12 @@ class Chooser:
         return self._made(best, best_s, why, rows)
 
     def _made(self, chosen: Candidate, step_s: float, why: str, rows: Mapping[str, Row]) -> Choice:
-        cost_s = self._cost_s + time.perf_counter() - self._resumed_s
+        cost_s = max(self.handle.group.all_gather_plain(self._cost_s + time.perf_counter() - self._resumed_s))
         return Choice(chosen.algorithm, dict(chosen.options), self._risk, step_s, cost_s, why, tuple(rows.values()))
 
     def _tried(
         self, found: list[tuple[Candidate, Row]], rows: dict[str, Row], base_s: float, off: float
-    ) -> Generator[None, float, tuple[Candidate, float]]:
+    ) -> Course[tuple[Candidate, float]]:
         """Tries what is predicted to gain, in training, the fastest first; returns the best, and what it took."""
         group = self.handle.group
         best, best_s = self._base, base_s
@@ -241,7 +249,7 @@ class Chooser:
             if took_s is not None and pays(candidate, took_s):
                 best, best_s = candidate, took_s
             else:  # nor will it with buckets of another size
-                left = [pair for pair in left if not pair[0].differs_in_buckets(candidate)]
+                left = [pair for pair in left if not pair[0].is_variant_of(candidate)]
         nodes = group.nodes.members
         if 1 < len(nodes) < group.size and "hierarchical" in best.known_options:  # cannot be rehearsed
             hierarchical = best.with_option("hierarchical", True)
@@ -250,7 +258,7 @@ class Chooser:
                 best, best_s = hierarchical, took_s
         return best, best_s
 
-    def _trial(self, candidate: Candidate, rows: dict[str, Row]) -> Generator[None, float, float | None]:
+    def _trial(self, candidate: Candidate, rows: dict[str, Row]) -> Course[float | None]:
         """Returns the seconds of a step under a candidate; None: it is refused."""
         row = rows.get(str(candidate), Row(str(candidate)))
         if reason := self._switch(candidate):
@@ -262,17 +270,12 @@ class Chooser:
         rows[row.candidate] = dataclasses.replace(row, measured_s=took_s)
         return took_s
 
-    def _watch(self, choice: Choice) -> Generator[None, float, None]:
+    def _watch(self, choice: Choice) -> Course[None]:
         """Goes on until steps take another time than when the choice was made, or the program asks for another."""
         period = choice.candidate.period
-        num_left = max(_WARM_UP_STEPS, period)
+        yield from self._steps(max(_WARM_UP_STEPS, period), until_asked=True)
         while not self._is_asked:
-            took_s: list[float] = []
-            while len(took_s) < _rounded(_WATCHED_STEPS, period) and not self._is_asked:
-                step_s = yield
-                num_left -= 1
-                if num_left < 0:
-                    took_s.append(step_s)
+            took_s = yield from self._steps(_rounded(_WATCHED_STEPS, period), until_asked=True)
             if self._is_asked:
                 break
             now_s = max(self.handle.group.all_gather_plain(_typical(took_s, period)))
@@ -282,27 +285,21 @@ class Chooser:
                 break
         self._is_asked = False
 
-    def _steps(self, num: int) -> Generator[None, float, list[float]]:
-        """Lets so many steps go by, and returns their seconds; the device has done them all then."""
-        self._synchronize_device()
-        took_s = []
-        for _ in range(num):
-            took_s.append((yield))
-        return took_s
+    def _steps(self, num: int, until_asked: bool = False) -> Course[list[float]]:
+        """Lets so many steps go by, or fewer if it is asked to choose again; returns their seconds."""
+        marks = []
+        while len(marks) < num and not (until_asked and self._is_asked):
+            marks.append((yield))
+        self._clock.wait()
+        return [self._clock.between(*pair) for pair in marks]
 
-    def _recorded(self) -> Generator[None, float, Recorded]:
-        storage = self.handle.reducer.storage
-        self._recording = Recording(storage.members, storage.memory.device)
-        self._recording.begin_step()
+    def _recorded(self) -> Course[Recorded]:
+        self._recording = Recording(self.handle.reducer.storage.members, self._clock)
+        self._recording.begin_step(self._clock.mark())
         yield from self._steps(_STEPS)
         recorded = self._recording.end()
         self.stop()
         return recorded
-
-    def _synchronize_device(self) -> None:
-        device = self.handle.reducer.storage.memory.device
-        if device.type != "cpu":
-            getattr(torch, device.type).synchronize(device)
 
     # --- at once
 
@@ -344,13 +341,17 @@ class Chooser:
         sizes = BUCKET_BYTES if self._bucket_bytes is None else ()
         return [candidate.with_option("bucket_bytes", size) for size in sizes]
 
-    def _switch(self, candidate: Candidate) -> str:
-        """Trains on under a candidate; collective. Returns why it is refused; "" if it is not."""
+    def _switch(self, candidate: Candidate, meets: bool = True) -> str:
+        """Trains on under a candidate, from the mean of weights that were exchanged; collective.
+
+        Returns why it is refused; "" if it is not.
+        """
         if candidate == self._now:
             return ""
         handle = self.handle
-        if handle.algorithm.exchanges == "weights":
+        if self._now.exchanges_weights and meets:
             self._meet()
+        self.ranks_are_equal = meets and not self._now.exchanges_weights
         try:
             self._wrap(
                 handle.module,
@@ -360,6 +361,8 @@ class Chooser:
             )
         except InvalidArgument as error:
             return str(error)
+        finally:
+            self.ranks_are_equal = False
         handle.reducer.choosing = self
         self._now = candidate
         return ""
@@ -368,7 +371,7 @@ class Chooser:
     def _keeping_weights(self, candidate: Candidate) -> Iterator[None]:
         """Leaves a rank its own weights and optimizer states, which are loaded by now, where they are exchanged."""
         handle = self.handle
-        if candidate == self._now or not candidate.exchanges_weights:
+        if candidate == self._now or not (self._now.exchanges_weights or candidate.exchanges_weights):
             yield
             return
         tensors = [one.detach() for one in (*handle.module.parameters(), *handle.module.buffers())]

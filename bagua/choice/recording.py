@@ -69,11 +69,35 @@ class Recorded:
         return Profile("training", "recorded while it ran", tuple(reversed(found)))
 
 
+class DeviceClock:
+    """Marks the times at which a device has come so far; the processor's own time without one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        """Returns a mark of now, which ``between`` reads."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        """Waits until the device has come to all marks."""
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize(self._device)
+
+    def between(self, first: Any, second: Any) -> float:
+        """Returns the seconds between two marks that were waited for."""
+        return second - first if self._device.type == "cpu" else first.elapsed_time(second) / 1e3
+
+
 class Recording:
     """Marks steps from ``begin_step`` on. ``end`` returns what it has seen; ``remove`` removes the hooks."""
 
-    def __init__(self, members: Sequence[Member], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, members: Sequence[Member], clock: DeviceClock) -> None:
+        self.clock = clock
         self._steps: list[tuple[Any, Any, Any, dict[int, Any]]] = []  # begin, end of backward, next begin, ready
         self._begin: Any = None
         self._end: Any = None
@@ -86,40 +110,32 @@ class Recording:
     def _hook(self, index: int) -> Any:
         @torch._disable_dynamo
         def mark(_: torch.Tensor) -> None:
-            self._ready[index] = self._mark()
+            if self._end is None:  # else a local backward of the next step, before its last one
+                self._ready[index] = self.clock.mark()
 
         return mark
 
-    def _mark(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def begin_step(self) -> None:
-        """A step begins, and the one before it ends."""
-        mark = self._mark()
-        if self._begin is not None and self._end is not None and self._ready:
+    def begin_step(self, mark: Any) -> None:
+        """A step begins, and the one before it ends; at a mark of the clock."""
+        if self._begin is not None:
             self._steps.append((self._begin, self._end, mark, self._ready))
         self._begin, self._end, self._ready = mark, None, {}
 
     def end_backward(self) -> None:
         """A synchronising backward has ended, with all that it waits for."""
-        self._end = self._mark()
+        self._end = self.clock.mark()
 
     def end(self) -> Recorded:
         """Returns the medians over the steps."""
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(self._device)
+        self.clock.wait()
         ready: list[list[float]] = [[] for _ in range(self._num_parameters)]
         before, whole = [], []
         for begin, end, following, marks in self._steps:
-            first = next(iter(marks.values()))  # dicts keep their order
+            first = next(iter(marks.values()), end)  # dicts keep their order
             for index, mark in marks.items():
-                ready[index].append(max(0.0, self._between(first, mark)))
-            before.append(self._between(begin, first) + self._between(end, following))
-            whole.append(self._between(begin, following))
+                ready[index].append(max(0.0, self.clock.between(first, mark)))
+            before.append(self.clock.between(begin, first) + self.clock.between(end, following))
+            whole.append(self.clock.between(begin, following))
         return Recorded(
             tuple(statistics.median(times) if times else None for times in ready),
             statistics.median(before),
@@ -130,6 +146,3 @@ class Recording:
         """Removes the hooks; idempotent."""
         for hook in self._hooks:
             hook.remove()
-
-    def _between(self, first: Any, second: Any) -> float:
-        return second - first if self._device.type == "cpu" else first.elapsed_time(second) / 1e3

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from bagua.files import replace_file
 
 if TYPE_CHECKING:
     from bagua.choice.links import Network
-    from bagua.distributed.process_group import ProcessGroup
 
 _STREAMS = (1, 2, 4, 8)
 _LIMIT_S = 1.0  # of a ring
@@ -108,23 +106,16 @@ def _measure_links(progress: Progress) -> None:
     from bagua.choice.links import measure_network, measure_pair
     from bagua.distributed import world
 
-    chosen, by_streams = config.settings().tcp_streams, {}
-
-    def connected(streams: int) -> ProcessGroup:
-        os.environ.update(BAGUA_TCP_STREAMS=str(streams))
-        world.init_process_group()
-        group = world.get_default_group()
-        if group.rank == 0:
-            progress.tell(f"all hosts at once, with {streams} streams between them")
-        by_streams[streams] = measure_network(group, torch.device("cpu"), _LIMIT_S)
-        return group
-
-    group = connected(chosen)
-    if len(group.nodes.members) > 1:
-        for streams in [*(one for one in _STREAMS if one != chosen), chosen]:
-            group.barrier(blocking=True).wait()  # rank 0 may hold the store, which goes with it
-            world.destroy_process_group()
-            group = connected(streams)
+    settings, by_streams = config.settings(), {}
+    world.init_process_group()
+    group, cpu = world.get_default_group(), torch.device("cpu")
+    by_streams[settings.tcp_streams] = measure_network(group, cpu, _LIMIT_S)
+    if len(group.nodes.members) > 1 and settings.backend != "torch":
+        for streams in _STREAMS:
+            if group.rank == 0:
+                progress.tell(f"all hosts at once, with {streams} streams between them")
+            with world.tcp_streams(streams):
+                by_streams[streams] = measure_network(world.new_group(), cpu, _LIMIT_S)
     leaders = group.nodes.leaders if len(group.nodes.members) > 1 else list(range(group.size))
     names = group.all_gather_plain(platform.node())
     rows: list[list[Any]] = []
@@ -139,7 +130,7 @@ def _measure_links(progress: Progress) -> None:
         group.barrier(blocking=True).wait()
     found = [row for part in group.all_gather_plain(rows) for row in part]
     if group.rank == 0:
-        _say_links(found, names, by_streams, chosen)
+        _say_links(found, names, by_streams, settings.tcp_streams)
     group.barrier(blocking=True).wait()
     world.destroy_process_group()
 

@@ -57,6 +57,7 @@ class BaguaHandle:
 
     def __init__(self, model: torch.nn.Module, reducer: Reducer, hooks: Sequence[Any]) -> None:
         self.num_wraps = 0
+        self._num_left, self._unit = 0.0, 1.0  # of ``weight`` in no_sync: what was counted, and the first number
         self.renew(model, reducer, hooks)
 
     def renew(self, model: torch.nn.Module, reducer: Reducer, hooks: Sequence[Any]) -> None:
@@ -65,7 +66,6 @@ class BaguaHandle:
         self.reducer = reducer
         self._model = weakref.ref(model)
         self._hooks = list(hooks)
-        self._num_left, self._unit = 0.0, 1.0  # of ``weight`` in no_sync: what was counted, and the first number
         model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
         _attached[id(self)] = self
 
@@ -92,9 +92,7 @@ class BaguaHandle:
             InvalidArgument: the model was wrapped with an algorithm.
         """
         if self.reducer.choosing is None:
-            raise InvalidArgument(
-                f'choose_again() is for algorithm="auto", and of several ranks; this model runs {self.algorithm.name!r}'
-            )
+            raise InvalidArgument(f'choose_again() is for algorithm="auto"; this model runs {self.algorithm.name!r}')
         self.reducer.choosing.choose_again()
 
     @property
@@ -175,9 +173,10 @@ class BaguaHandle:
             finally:
                 reducer.is_accumulating = False
                 reducer.skip_backwards(0)
-        if reducer.num_steps != before + 1:
+        num_steps = self.reducer.num_steps - before  # algorithm="auto" may have changed it
+        if num_steps != 1:
             raise InvalidArgument(
-                f"accumulate({num_backwards}): {reducer.num_steps - before} backwards inside have synchronised, "
+                f"accumulate({num_backwards}): {num_steps} backwards inside have synchronised, "
                 f"expected the last of {num_backwards}"
             )
 
@@ -333,7 +332,7 @@ class BaguaHandle:
                 which then train on as before.
         """
         remedy = "load the checkpoint of one step on all ranks; where an algorithm remembers something, each its own"
-        with self.adopted(lambda: state["choice"] if isinstance(state, Mapping) else None):
+        with self.adopted(lambda: state.get("choice") if isinstance(state, Mapping) else None):
             self._load(state, remedy)
 
     @contextlib.contextmanager
@@ -358,8 +357,9 @@ class BaguaHandle:
             if choice is not None:
                 choosing.adopt(choice)
             yield
-        except InvalidArgument:
-            choosing.adopt(before)
+        except Exception:  # on all ranks, unless the group has failed
+            if self.group.failure() is None:
+                choosing.adopt(before)
             raise
 
     def _load(self, state: Mapping[str, Any], remedy: str) -> None:

@@ -60,6 +60,7 @@ class Choosing(Protocol):
     """``algorithm="auto"`` of a model, which the reducer and the handle call; see bagua/choice/chooser.py."""
 
     choice: Any
+    ranks_are_equal: bool  # and stay so when it wraps the model anew now
 
     def before_forward(self) -> Reducer: ...
 

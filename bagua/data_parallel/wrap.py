@@ -85,7 +85,7 @@ def with_bagua(
             of them and work in their public step hooks; an optimizer that is made anew later is named at the next
             forward: call with_bagua again.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance. "auto": what turns out to be the
-            fastest of the class ``risk``. It begins as ``gradient_allreduce``, and has chosen after some fifty steps,
+            fastest of the class ``risk``. It begins as ``gradient_allreduce``, and has chosen after 50 to 200 steps,
             ``bucket_bytes`` too if that is left at its default; ``model.bagua.choice`` says what and why.
         group: the ranks to train with, all by default: a group of bagua or of torch.distributed, or a DeviceMesh with
             one dimension, such as ``mesh["dp_replicate"]``. Of a DTensor each rank synchronises its part, with ranks
@@ -114,7 +114,7 @@ def with_bagua(
             ``nonfinite="raise"``.
         risk: what "auto" may change; "R1" by default. "R0": when and in which messages gradients travel; "R1": their
             rounding, to 16 bits; "R2": codecs that are unbiased, or feed back their error; "R3": the optimisation, by
-            exchanging weights.
+            exchanging weights, where ``weight``, ``accumulate`` and ``join`` of ``model.bagua`` are refused.
         options: the algorithm's own.
 
     Raises:
@@ -141,7 +141,7 @@ def with_bagua(
         )
         _check_auto(group, risk, options, groups)
         wrap(model, optimizers, bucket_bytes=bucket_bytes)
-        if group.size > 1 and make_chooser is not None:
+        if make_chooser is not None:
             own = None if bucket_bytes == DEFAULT_BUCKET_BYTES else bucket_bytes
             model.bagua.reducer.choosing = make_chooser(model.bagua, wrap, risk or "R1", own)
         return model
@@ -256,8 +256,10 @@ def _take_over(model: torch.nn.Module, states: OptimizerStates, reducer: Reducer
     """All ranks are prepared: makes them equal, and trains on with ``reducer``."""
     if earlier is not None:
         earlier.algorithm.detach()
-    broadcast_model(model, reducer.scope)
-    states.take_over()
+    choosing = None if earlier is None else earlier.reducer.choosing
+    if choosing is None or not choosing.ranks_are_equal:
+        broadcast_model(model, reducer.scope)
+        states.take_over()
     reducer.algorithm.begin(reducer.storage.buckets)
     # With rank 0's optimizer states the others may have come to its stage.
     if any(reducer.group.all_gather_plain(reducer.enters_stage())):

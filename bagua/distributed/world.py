@@ -7,12 +7,13 @@ Functions that take `group=None` use the default group.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import TypeAlias
@@ -298,6 +299,18 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
     name = f"group{world.num_new_groups}:{format_ranks(ranks)}"
     timeout = world.group.timeout if timeout is None else timeout
     return world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
+
+
+@contextlib.contextmanager
+def tcp_streams(num: int) -> Iterator[None]:
+    """Groups that are made and first used inside have ``num`` TCP connections per peer; on all ranks."""
+    endpoint = _require_world().endpoint
+    before = endpoint.settings
+    endpoint.settings = dataclasses.replace(before, tcp_streams=num)
+    try:
+        yield
+    finally:
+        endpoint.settings = before
 
 
 def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | None = None) -> ProcessGroup:

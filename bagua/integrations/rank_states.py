@@ -64,7 +64,7 @@ class RankStates:
             InvalidArgument: they belong to another algorithm or model.
         """
         handle = self.model.bagua
-        with handle.adopted(lambda: states[0]["bagua"]["choice"]):
+        with handle.adopted(lambda: states[0]["bagua"].get("choice")):
             own = states[handle.group.rank] if len(states) == handle.group.size else handle.training_of_all(states)
             if "model" in own:
                 self.model.load_state_dict(own["model"])

@@ -32,6 +32,7 @@ _CANDIDATES = ("gradient_allreduce", "bytegrad:codec=bf16", "bytegrad", "qsgd:bi
 _CLASSES = {"R1": _CANDIDATES[:2], "R2": _CANDIDATES}
 _LATENCY = "0.05ms"
 _STEPS = 500
+_CHOSE = re.compile(r"after (\d+) steps and ([\d.]+) s: (\S+) of R.*; to choose took ([\d.]+) s")
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float], alike: float) -> float | None:
@@ -80,8 +81,10 @@ def main() -> None:
             chosen = next(one for one in outcomes if one.system == f"auto:risk={risk}")
             regrets[risk].append(chosen.p50 / min(step_s[one] for one in members) - 1)
             to_ddp[risk].append(chosen.p50 / best_ddp - 1)
-            name, took_s = re.search(r"s: (\S+) of R.*; to choose took ([\d.]+) s", chosen.chose).groups()
-            cost = max(cost, float(took_s) / (_STEPS * step_s["gradient_allreduce"]))
+            num, until_s, name, took_s = _CHOSE.match(chosen.chose).groups()
+            # What stood still, or all that the steps until then took beyond those of the base.
+            beyond_s = max(float(took_s), float(until_s) - int(num) * step_s["gradient_allreduce"])
+            cost = max(cost, beyond_s / (_STEPS * step_s["gradient_allreduce"]))
             row += [name, f"{100 * regrets[risk][-1]:+.1f}", f"{100 * to_ddp[risk][-1]:+.1f}"]
         costs.append(cost)
         rows.append([*row, f"{100 * cost:.2f}"])

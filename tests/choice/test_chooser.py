@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
 
 import bagua
 from bagua.errors import InvalidArgument
-from tests.choice.clockwork import BASE, Training
+from tests.choice.clockwork import BASE, COMPUTE_S, Training
 from tests.conformance.training import process_group
 
 TABLE = {BASE: 1.0, "bytegrad": 0.5, "qsgd": 0.4}  # seconds of a step
@@ -192,6 +195,109 @@ def test_it_chooses_again_when_it_is_asked_to(pool2):
     assert pool2.run(_asked) == [(BASE, "qsgd")] * 2
 
 
+# --- what else a program does
+
+
+def _accumulating(rank, world_size):
+    with process_group():
+        training = Training(rank, TABLE, TABLE, **R2)
+        try:
+            return training.until_chosen(micro_batches=2)
+        finally:
+            training.end()
+
+
+def test_micro_batches_are_not_taken_for_the_step(pool2):
+    for choice in pool2.run(_accumulating):
+        assert choice.algorithm == "qsgd"
+
+
+R0 = {BASE: 1.0, f"{BASE}:bucket_bytes={5 << 20}": 0.5, f"{BASE}:bucket_bytes={100 << 20}": 0.6}
+
+
+def _trained(rank, world_size, how, options):
+    """The weights after 80 steps of micro-batches; and what they were trained under."""
+    with process_group():
+        training = Training(rank, R0, R0, **options)
+        model, generator = training.model, torch.Generator().manual_seed(rank)
+        try:
+            for step in range(80):
+                training.optimizer.zero_grad()
+                sizes, inputs = [1 + (rank + step) % 3, 2], []
+                inputs = [torch.randn(size, 8, generator=generator) for size in sizes]
+                training.ran.append(training.candidate)
+                training.clock.now_s += COMPUTE_S
+                if how == "weight":
+                    with model.no_sync():
+                        (model(inputs[0]).square().mean() * model.bagua.weight(sizes[0])).backward()
+                    (model(inputs[1]).square().mean() * model.bagua.weight(sizes[1])).backward()
+                else:
+                    with model.bagua.accumulate(2):
+                        for batch in inputs:
+                            model(batch).square().mean().backward()
+                training.optimizer.step()
+            return [p.detach().clone() for p in model.parameters()], list(dict.fromkeys(training.ran))
+        finally:
+            training.end()
+
+
+@pytest.mark.parametrize("how", ["weight", "accumulate"])
+def test_a_change_of_algorithm_loses_nothing_of_a_step(pool2, how):
+    weights, ran = pool2.run(_trained, args=(how, {"risk": "R0"}))[0]
+    assert ran == [BASE, f"{BASE}:bucket_bytes={5 << 20}"]
+    expected, _ = pool2.run(_trained, args=(how, {"algorithm": BASE}))[0]
+    for value, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7)
+
+
+def _changed(rank, world_size):
+    with process_group():
+        training = Training(rank, TABLE, TABLE, **R2)
+        handle = training.handle
+        try:
+            training.steps(10)  # it records
+            bagua.with_bagua(training.model, training.optimizer, algorithm="bytegrad")
+            assert training.model.bagua is handle
+            training.steps(100)
+            hooks = [len(p._post_accumulate_grad_hooks) for p in training.model.parameters()]
+            return handle.choice, handle.algorithm.name, set(hooks)
+        finally:
+            training.end()
+
+
+def test_naming_an_algorithm_ends_it(pool2):
+    assert pool2.run(_changed) == [(None, "bytegrad", {1})] * 2
+
+
+def _real(rank, world_size):
+    """With the machine's own time, links and predictions."""
+    with process_group():
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        bagua.with_bagua(model, optimizer, algorithm="auto", risk="R2")
+        reference, num_steps = weakref.ref(model), 0
+        while model.bagua.choice is None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            num_steps += 1
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        choice = dataclasses.asdict(model.bagua.choice)
+        del model, optimizer
+        gc.collect()
+        assert reference() is None
+        return weights, choice, num_steps
+
+
+def test_on_this_machine_all_ranks_choose_alike(pool2):
+    (weights, choice, num_steps), (others, other_choice, other_steps) = pool2.run(_real)
+    assert torch.equal(weights, others)
+    assert (choice, num_steps) == (other_choice, other_steps)
+    assert 25 <= num_steps <= 200
+    assert choice["rows"][0]["measured_s"] > 0
+
+
 # --- checkpoints
 
 
@@ -243,6 +349,53 @@ def test_what_had_not_chosen_yet_begins_to_choose_anew(pool2, tmp_path, num_befo
     for _, ran, later in pool2.run(_resumed, args=(tmp_path, num_before, 80, "bagua.save", "R2", TABLE)):
         assert BASE in ran
         assert later.algorithm == "qsgd"
+
+
+def _saved(rank, world_size, folder):
+    with process_group():
+        training = Training(rank, TABLE, TABLE, **R2)
+        training.until_chosen()
+        bagua.save(folder, training.model, training.optimizer)
+        training.end()
+
+
+def _loaded(rank, world_size, folder, risk, is_broken):
+    with process_group():
+        training = Training(rank, TABLE, TABLE, risk=risk)
+        training.steps(10)
+        try:
+            if is_broken and rank == 1:
+                (folder / "rank1.1.pt").write_bytes(b"nothing")
+            bagua.load(folder, training.model, training.optimizer)
+            training.steps(3)
+            return training.candidate, training.handle.choice.algorithm
+        except Exception as error:
+            return training.candidate, str(error), training.until_chosen().algorithm
+        finally:
+            training.end()
+
+
+def test_a_choice_is_resumed_on_another_number_of_ranks(pool2, pool4, tmp_path):
+    from bagua.testing import spawn
+
+    pool2.run(_saved, args=(tmp_path,))
+    assert spawn(_loaded, 1, args=(tmp_path, "R2", False)) == [("qsgd:bits=4", "qsgd")]
+    assert pool4.run(_loaded, args=(tmp_path, "R3", False)) == [("qsgd:bits=4", "qsgd")] * 4
+
+
+def test_a_checkpoint_of_a_greater_risk_is_refused(pool2, tmp_path):
+    pool2.run(_saved, args=(tmp_path,))
+    for now, message, later in pool2.run(_loaded, args=(tmp_path, "R1", False)):
+        assert "the state is of qsgd:bits=4, which is not of risk 'R1'" in message
+        assert now == BASE
+        assert later == "bytegrad"
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_changes_nothing(pool2, tmp_path):
+    pool2.run(_saved, args=(tmp_path,))
+    for now, _, later in pool2.run(_loaded, args=(tmp_path, "R2", True)):
+        assert now == BASE
+        assert later == "qsgd"
 
 
 def _loads_another(rank, world_size, folder):
@@ -297,8 +450,10 @@ def _alone(rank, world_size):
         model = bagua.with_bagua(torch.nn.Linear(4, 2), algorithm="auto")
         for _ in range(30):
             model(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(InvalidArgument, match="choose_again"):
             model.bagua.choose_again()
+        named = bagua.with_bagua(torch.nn.Linear(4, 2), algorithm="bytegrad")
+        with pytest.raises(InvalidArgument, match="choose_again"):
+            named.bagua.choose_again()
         return model.bagua.choice, model.bagua.algorithm.name
 
 

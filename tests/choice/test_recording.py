@@ -10,7 +10,7 @@ import torch
 
 from bagua.choice import recording
 from bagua.choice.prediction import of_plain, to_plain
-from bagua.choice.recording import Recorded, Recording
+from bagua.choice.recording import DeviceClock, Recorded, Recording
 
 
 def _members(*shapes, dtype=torch.float32):
@@ -28,17 +28,18 @@ def test_medians_of_steps(monkeypatch):
     now = 0.0
     monkeypatch.setattr(recording, "time", types.SimpleNamespace(perf_counter=lambda: now))
     first, second, third = members = _members((2, 3), (3,), (5,))
-    found = Recording(members, torch.device("cpu"))
+    found = Recording(members, DeviceClock(torch.device("cpu")))
     for step in range(3):
         begin, factor = now, 5.0 if step == 1 else 1.0
-        found.begin_step()
+        found.begin_step(now)
         for at, member in ((3.0, third), (3.5, second), (6.0, first)):
             now = begin + factor * at
             member.parameter.sum().backward()
         now = begin + factor * 8.0
         found.end_backward()
+        third.parameter.sum().backward()  # of a micro-batch of the next step
         now = begin + factor * 9.0
-    found.begin_step()
+    found.begin_step(now)
     recorded = found.end()
     assert recorded == Recorded((3.0, 0.5, 0.0), before_s=4.0, step_s=9.0)
     assert recorded.compute_s == 7.0
@@ -54,17 +55,16 @@ def test_medians_of_steps(monkeypatch):
     assert [layer.backward_ms for layer in profile.layers] == [2500.0, 500.0, 0.0]
 
 
-def test_a_forward_without_a_backward_is_no_step(monkeypatch):
-    monkeypatch.setattr(recording, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))
-    (member,) = members = _members((2,))
-    found = Recording(members, torch.device("cpu"))
-    found.begin_step()
-    found.begin_step()
-    assert found._steps == []
-    member.parameter.sum().backward()
+def test_a_rank_may_use_no_parameter(monkeypatch):
+    """As find_unused_parameters allows."""
+    monkeypatch.setattr(recording, "time", types.SimpleNamespace(perf_counter=lambda: 5.0))
+    members = _members((2,))
+    found = Recording(members, DeviceClock(torch.device("cpu")))
+    found.begin_step(2.0)
     found.end_backward()
-    found.begin_step()
-    assert len(found._steps) == 1
+    found.begin_step(6.0)
+    assert found.end() == Recorded((None,), before_s=4.0, step_s=4.0)
+    assert found.end().profile(members).num_parameters == 2
 
 
 def test_neighbours_share_layers():
