@@ -2,7 +2,7 @@
 # Runs the benchmarks given as arguments, or all that take minutes, and lists those that were skipped (status 77).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- $(grep -l '__name__ == "__main__"' benchmarks/*/*.py | grep -vE "replay/performance.py|training/time_to_loss.py")
+[ $# -gt 0 ] || set -- $(grep -l '__name__ == "__main__"' benchmarks/*/*.py | grep -vE "replay/(performance|simulated|choice).py|training/time_to_loss.py")
 skipped=()
 
 for script in "$@"; do

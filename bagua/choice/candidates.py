@@ -1,4 +1,4 @@
-"""What ``algorithm="auto"`` chooses from: the candidates of each risk class, and what a step of each is worth.
+"""The candidates of ``algorithm="auto"``, by class of risk, and what a step of each is worth.
 
 The classes are said in docs/choose.md. Members are what ends within the range of DDP's seeds in docs/convergence.md.
 """
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def exchanges_weights(self) -> bool:
-        """Whether ranks train apart, and meet in their weights."""
+        """True if ranks train apart, and meet in their weights."""
         return get(self.algorithm).exchanges == "weights"
 
     def is_variant_of(self, other: Candidate) -> bool:

@@ -49,7 +49,7 @@ _REMEDY = "let all ranks train the same model"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``algorithm="auto"`` has chosen: ``model.bagua.choice``. Printed, it is the table that the log has.
+    """The choice of ``algorithm="auto"``: ``model.bagua.choice``. Printed, it is the table that the log has.
 
     Attributes:
         algorithm, options: as ``with_bagua`` takes them, ``bucket_bytes`` among the options.
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def candidate(self) -> Candidate:
-        """What was chosen, as a candidate."""
+        """Returns the candidate."""
         return Candidate(self.algorithm, self.options)
 
     def __str__(self) -> str:

@@ -103,7 +103,7 @@ def _rate(ring: _Ring, latency: float, limit_s: float) -> tuple[float, float]:
     part_s = limit_s / 16
     num_bytes = _FIRST_BYTES
     ring.agreed_seconds(num_bytes)  # it may open connections
-    # What a link has saved up goes at once, so the first message that takes time is little longer than that.
+    # The bytes that a link has saved up go at once, so the first message that takes time is little longer than that.
     while (took_s := ring.agreed_seconds(num_bytes)) < part_s and num_bytes < _MOST_BYTES:
         num_bytes *= 2
     num_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, int(num_bytes * part_s / took_s)))
@@ -130,8 +130,8 @@ def _slowdown(group: ProcessGroup) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What is between two ranks: seconds one way of 8 bytes, median and 99 of 100; bytes per second of messages of a
-    tenth of a second, median and least of five.
+    """Two ranks: seconds one way of 8 bytes, median and 99 of 100; bytes per second of messages that take a tenth of a
+    second, median and least of five.
     """
 
     latency_p50_s: float
@@ -153,7 +153,7 @@ def measure_pair(group: ProcessGroup, peer: int, is_first: bool) -> Pair:
     round_trip(small), round_trip(probe)  # connect and touch the memory
     ways = sorted(round_trip(small) / 2 for _ in range(_PINGS))
     probed = 2 * _PROBE_BYTES / round_trip(probe)
-    num_bytes = torch.tensor([min(_MOST_BYTES, max(_PROBE_BYTES, int(_BULK_S * probed)))])
+    num_bytes = torch.tensor([min(_MOST_BYTES, max(_PROBE_BYTES, int(_BULK_S * probed)))], device="cpu")
     (group.send(num_bytes, peer) if is_first else group.recv(num_bytes, peer)).wait()
     large = torch.zeros(int(num_bytes), dtype=torch.uint8, device="cpu")
     round_trip(large)

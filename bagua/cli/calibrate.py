@@ -178,10 +178,10 @@ def _say_links(found: list[list[Any]], names: list[str], by_streams: dict[int, N
 def _codecs(args: argparse.Namespace) -> None:
     import torch
 
-    import bagua
+    from bagua.codecs import available, get
     from bagua.replay.report import aligned
 
-    codecs = [bagua.codecs.get(name) for name in args.codecs or bagua.codecs.available()]
+    codecs = [get(name) for name in args.codecs or available()]
     torch.set_num_threads(1)
     rows = [["codec", "bits", *(f"{what} {_named(size)}" for size in _SIZES for what in ("encode", "decode")), "pays"]]
     with Progress("bagua bench") as progress:
@@ -189,7 +189,7 @@ def _codecs(args: argparse.Namespace) -> None:
             progress.tell(codec.spec)
             speeds = []
             for size in _SIZES:
-                values = torch.randn(size // 4, generator=torch.Generator().manual_seed(0))
+                values = torch.randn(size // 4, generator=torch.Generator().manual_seed(0), device="cpu")
                 encoded, total = codec.encode(values), torch.zeros_like(values)
                 taken = [_seconds(codec.encode, values), _seconds(codec.decode_add, encoded, total)]
                 speeds += [size / 1e9 / seconds for seconds in taken]

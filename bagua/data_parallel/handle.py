@@ -76,7 +76,7 @@ class BaguaHandle:
 
     @property
     def choice(self) -> Any:
-        """What ``algorithm="auto"`` has chosen and why, a ``bagua.choice.Choice``; None until it has, and otherwise."""
+        """The choice of ``algorithm="auto"`` and why, a ``bagua.choice.Choice``; None before it, and otherwise."""
         return None if self.reducer.choosing is None else self.reducer.choosing.choice
 
     def choice_state(self) -> dict[str, Any] | None:

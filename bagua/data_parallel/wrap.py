@@ -48,7 +48,7 @@ from bagua.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-# For algorithm="auto"; bagua/choice, which stands on this package, puts it here.
+# bagua/choice, which stands on this package, puts here what chooses where algorithm is "auto".
 make_chooser: Callable[[BaguaHandle, Callable[..., Any], str, int | None], Choosing] | None = None
 
 

@@ -78,7 +78,7 @@ class ProcessGroup:
         name: the same on all ranks.
         timeout: deadline of each operation.
         subgroups: the open ones that ``subgroup`` has made.
-        is_rehearsal: True of ``bagua.simulator``, whose models nobody else knows.
+        is_rehearsal: True of ``bagua.simulator``, whose models no program has seen.
     """
 
     is_rehearsal: ClassVar[bool] = False

@@ -53,12 +53,14 @@ def main() -> None:
     from bagua.replay.cases import Case
     from bagua.replay.command import play
     from bagua.replay.report import aligned, append_csv, taken_on
+    from benchmarks.lib import report
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, the fastest link, four hosts: that it works")
     parser.add_argument("--csv", type=Path, help="add the measured rows to this file")
     parser.add_argument("--plot", type=Path, help="draw regrets, and predictions by measurements, with matplotlib")
     args = parser.parse_args()
+    report.need_hosts("choice")
     cells = [(model, *link, hosts) for link in _LINKS for model in _MODELS for hosts in _HOSTS]
     if args.quick:
         cells = [("resnet50", *_LINKS[-1], 4)]
@@ -82,7 +84,7 @@ def main() -> None:
             regrets[risk].append(chosen.p50 / min(step_s[one] for one in members) - 1)
             to_ddp[risk].append(chosen.p50 / best_ddp - 1)
             num, until_s, name, took_s = _CHOSE.match(chosen.chose).groups()
-            # What stood still, or all that the steps until then took beyond those of the base.
+            # The time that stood still, or all that the steps until then took beyond those of the base.
             beyond_s = max(float(took_s), float(until_s) - int(num) * step_s["gradient_allreduce"])
             cost = max(cost, beyond_s / (_STEPS * step_s["gradient_allreduce"]))
             row += [name, f"{100 * regrets[risk][-1]:+.1f}", f"{100 * to_ddp[risk][-1]:+.1f}"]

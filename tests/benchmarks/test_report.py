@@ -85,7 +85,9 @@ def test_hosts_that_no_subnet_has(name, options, message, tmp_path, monkeypatch,
     assert message in refused(script(name).main, [*options, "--out", str(tmp_path)], monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("name", ["replay.ablation", "replay.performance", "micro.congestion", "micro.tcp_hosts"])
+@pytest.mark.parametrize(
+    "name", ["replay.ablation", "replay.performance", "replay.choice", "training.choice", "micro.congestion"]
+)
 def test_a_script_that_is_skipped_says_so_by_its_status(name, monkeypatch, capsys):
     monkeypatch.setattr(hosts, "why_not", lambda: "not here")
     monkeypatch.setattr(sys, "argv", ["script.py"])

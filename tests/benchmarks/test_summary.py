@@ -39,8 +39,12 @@ def test_gains_are_over_the_best_that_needs_no_relaxation(tmp_path):
     fast, slow = summary.read(tmp_path / "record.csv")
     assert (fast.rate_mbit, slow.rate_mbit) == (1000, 100)
     assert (fast.wire_over_compute, slow.wire_over_compute) == pytest.approx((0.4, 4.0))
-    assert fast.gains() == pytest.approx([60 / 30, 60 / 20, 60 / 60, 60 / 120])
-    assert slow.gains() == pytest.approx([70 / 30, 70 / 20, 70 / 60, 70 / 120])
+    assert fast.gains(fast.step_ms) == pytest.approx([60 / 30, 60 / 20, 60 / 60, 60 / 120])
+    assert slow.gains(slow.step_ms) == pytest.approx([70 / 30, 70 / 20, 70 / 60, 70 / 120])
+    simulated = dict.fromkeys(slow.step_ms, 35.0)
+    assert slow.gains(simulated) == [2.0] * 4
+    line = summary.table([slow], [simulated])[-1]
+    assert line.count("(2.00)") == 4 and "2.33 (2.00)" in line and "0.58 (2.00)" in line
 
 
 def test_the_commands_of_the_record_can_be_played(monkeypatch):

@@ -57,9 +57,21 @@ MAY_IMPORT = {
     "metrics": ERRORS | {"data_parallel.handle", "data_parallel.reducer"},
     "replay": CONFIG | {"files"},  # and public names, of `import bagua`
     "simulator": CORE | GROUP | {"files", "replay"},  # likewise
+    "choice": STEPPING | {"data_parallel", "replay", "simulator"},
     "integrations": set(),  # likewise
     "cli": CORE
-    | {"net", "distributed", "replay", "simulator", "profiler.report", "profiler.chrome_trace", "torch_backend"},
+    | {
+        "net",
+        "distributed",
+        "replay",
+        "simulator",
+        "choice",
+        "codecs",
+        "files",
+        "profiler.report",
+        "profiler.chrome_trace",
+        "torch_backend",
+    },
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
     "torch_backend": CONFIG
@@ -145,10 +157,11 @@ ORDER = {
         "rank": set(),
         "progress": set(),
         "endings": set(),
-        "simulate": CORE | {"replay", "simulator"},
         "make_token": set(),
         "run": CONFIG | {"net.congestion", "torch_backend"},
-        "doctor": CORE | {"net", "distributed"},
+        "calibrate": CONFIG | {"distributed", "choice", "replay", "codecs", "files"},
+        "simulate": CORE | {"replay", "simulator"},
+        "doctor": CORE | {"net", "distributed", "choice"},
         "bench": ERRORS | {"replay", "torch_backend"},
         "timeline": ERRORS | {"profiler.report", "profiler.chrome_trace"},
         "__init__": CORE,
