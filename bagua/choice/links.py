@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bagua.distributed.devices import wait_for_current_stream
 from bagua.distributed.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class _Ring:
         begin = time.perf_counter()
         self.group.all_to_all(self._memory[:num_bytes], self._memory[num_bytes : 2 * num_bytes], *splits).wait()
         if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(self._device)
+            wait_for_current_stream(self._device)
         return time.perf_counter() - begin
 
     def agreed_seconds(self, num_bytes: int) -> float:

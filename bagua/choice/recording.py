@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bagua.buckets import Member
+from bagua.distributed.devices import timing_event, wait_for_current_stream
 from bagua.replay.profiles import Layer, Profile
 
 _MOST_LAYERS = 64
@@ -77,16 +78,12 @@ class DeviceClock:
 
     def mark(self) -> Any:
         """Returns a mark of now, which ``between`` reads."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+        return time.perf_counter() if self._device.type == "cpu" else timing_event(self._device)
 
     def wait(self) -> None:
         """Waits until the device has come to all marks."""
         if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(self._device)
+            wait_for_current_stream(self._device)
 
     def between(self, first: Any, second: Any) -> float:
         """Returns the seconds between two marks that were waited for."""

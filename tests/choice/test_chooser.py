@@ -12,6 +12,7 @@ import torch
 
 import bagua
 from bagua.errors import InvalidArgument
+from tests import accelerator
 from tests.choice.clockwork import BASE, COMPUTE_S, Training
 from tests.conformance.training import process_group
 
@@ -269,20 +270,21 @@ def test_naming_an_algorithm_ends_it(pool2):
     assert pool2.run(_changed) == [(None, "bytegrad", {1})] * 2
 
 
-def _real(rank, world_size):
+def _real(rank, world_size, on_device):
     """With the machine's own time, links and predictions."""
     with process_group():
         torch.manual_seed(rank)
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+        device = accelerator.use_device_of(rank) if on_device else torch.device("cpu")
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         bagua.with_bagua(model, optimizer, algorithm="auto", risk="R2")
         reference, num_steps = weakref.ref(model), 0
         while model.bagua.choice is None:
             optimizer.zero_grad()
-            model(torch.randn(8, 64)).square().mean().backward()
+            model(torch.randn(8, 64).to(device)).square().mean().backward()
             optimizer.step()
             num_steps += 1
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
         choice = dataclasses.asdict(model.bagua.choice)
         del model, optimizer
         gc.collect()
@@ -291,7 +293,15 @@ def _real(rank, world_size):
 
 
 def test_on_this_machine_all_ranks_choose_alike(pool2):
-    (weights, choice, num_steps), (others, other_choice, other_steps) = pool2.run(_real)
+    _check_alike(pool2.run(_real, args=(False,)))
+
+
+def test_on_devices_all_ranks_choose_alike(pair_on_devices):
+    _check_alike(pair_on_devices.run(_real, args=(True,)))
+
+
+def _check_alike(found):
+    (weights, choice, num_steps), (others, other_choice, other_steps) = found
     assert torch.equal(weights, others)
     assert (choice, num_steps) == (other_choice, other_steps)
     assert 25 <= num_steps <= 200
