@@ -179,31 +179,74 @@ class PrivateMean:
 # ---- the accountant
 
 
-def epsilon(*, noise_multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
-    """The epsilon of (epsilon, delta) differential privacy of all rounds together, by dp-accounting's Renyi accountant.
+class Budget:
+    """The epsilon that rounds of a ``PrivateMean`` spend, by dp-accounting's Renyi accountant.
 
     Neighbours are populations in which one client's data are replaced by others; in each round a cohort is drawn
     without replacement (``sampling.cohort``) and averaged by a ``PrivateMean``, adaptive or not. Replacing a client
-    moves the sum by up to twice the norm, which is counted here.
+    moves the sum by up to twice the norm, which is counted here. Divergences add up over rounds, so those of one round
+    are computed once; what so many rounds have spent takes a fraction of a millisecond.
 
     Args:
         noise_multiplier: of the PrivateMean; 0 gives inf.
-        rounds: how many, at least 1.
         cohort: clients of a round, of a program; those that drop out of it included.
         population: clients to draw from.
         delta: 0 to 1, both excluded; below 1 / population.
+        epsilon: that all rounds together may spend: a ``Simulation`` with this budget ends before the round that would
+            spend more.
 
     Raises:
         InvalidArgument: a number out of range, or dp-accounting is not installed.
 
     Example:
-        >>> epsilon(noise_multiplier=1.0, rounds=100, cohort=100, population=100_000, delta=1e-6)  # doctest: +SKIP
+        >>> budget = Budget(noise_multiplier=1.0, cohort=100, population=100_000, delta=1e-6)  # doctest: +SKIP
+        >>> budget.spent(100)                                                                  # doctest: +SKIP
         5.638042995574478
     """
+
+    def __init__(
+        self, *, noise_multiplier: float, cohort: int, population: int, delta: float, epsilon: float = math.inf
+    ) -> None:
+        _check_accounting(1, cohort, population, delta)
+        if not 0 <= noise_multiplier < math.inf:
+            raise InvalidArgument(f"noise_multiplier={noise_multiplier!r}, expected a finite number of at least 0")
+        if not epsilon > 0:
+            raise InvalidArgument(f"epsilon={epsilon!r}, expected a number above 0")
+        self.noise_multiplier, self.cohort, self.population = noise_multiplier, cohort, population
+        self.delta, self.epsilon = delta, epsilon
+        self._accounting = _Accounting()
+        self._of_a_round = self._accounting.divergences(noise_multiplier, cohort, population)
+
+    def spent(self, rounds: int) -> float:
+        """Returns the epsilon of (epsilon, delta) differential privacy of so many rounds together, 0 of none."""
+        if integer("rounds", rounds) < 0:
+            raise InvalidArgument(f"rounds={rounds!r}, expected at least 0")
+        if rounds == 0:
+            return 0.0
+        return self._accounting.epsilon(self._of_a_round, rounds, self.delta)
+
+    def rounds(self) -> int:
+        """Returns how many rounds ``epsilon`` is enough for.
+
+        Raises:
+            InvalidArgument: it is infinite.
+        """
+        if self.epsilon == math.inf:
+            raise InvalidArgument("rounds() of a budget without an epsilon; give the epsilon that rounds may spend")
+        low, high = 0, 1
+        while self.spent(high) <= self.epsilon:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.spent(middle) <= self.epsilon else (low, middle)
+        return low
+
+
+def epsilon(*, noise_multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+    """The epsilon that ``rounds``, at least 1, spend in all: ``Budget(...).spent(rounds)``."""
     _check_accounting(rounds, cohort, population, delta)
-    if not 0 <= noise_multiplier < math.inf:
-        raise InvalidArgument(f"noise_multiplier={noise_multiplier!r}, expected a finite number of at least 0")
-    return _Accounting().epsilon(noise_multiplier, rounds, cohort, population, delta)
+    budget = Budget(noise_multiplier=noise_multiplier, cohort=cohort, population=population, delta=delta)
+    return budget.spent(rounds)
 
 
 def noise_multiplier(*, epsilon: float, rounds: int, cohort: int, population: int, delta: float) -> float:
@@ -212,14 +255,18 @@ def noise_multiplier(*, epsilon: float, rounds: int, cohort: int, population: in
     if not 0 < epsilon < math.inf:
         raise InvalidArgument(f"epsilon={epsilon!r}, expected a finite number above 0")
     accounting = _Accounting()
+
+    def spends(multiplier: float) -> float:
+        return accounting.epsilon(accounting.divergences(multiplier, cohort, population), rounds, delta)
+
     low, high = 0.0, 1.0
-    while accounting.epsilon(high, rounds, cohort, population, delta) > epsilon:
+    while spends(high) > epsilon:
         low, high = high, 2 * high
         if high > 1e12:
             raise InvalidArgument(f"epsilon={epsilon!r} is out of reach of {rounds} rounds: expected a larger one")
     while high - low > max(1e-4, 1e-6 * high):
         middle = (low + high) / 2
-        if accounting.epsilon(middle, rounds, cohort, population, delta) > epsilon:
+        if spends(middle) > epsilon:
             low = middle
         else:
             high = middle
@@ -237,7 +284,7 @@ class _Accounting:
             raise InvalidArgument(
                 f"the accountant needs dp-accounting, which cannot be imported ({error}); pip install bagua[federated]"
             ) from error
-        self.library = dp_accounting
+        self.library, self.to_epsilon = dp_accounting, rdp.rdp_privacy_accountant.compute_epsilon
         relations = dp_accounting.NeighboringRelation
         self.new = lambda: rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
         # The orders go far beyond the library's own, which end at an epsilon of log(1 / delta) / 1000 or so.
@@ -249,20 +296,29 @@ class _Accounting:
         counts_twice = self.new().compose(one).get_epsilon(1e-5) > of_added.compose(one).get_epsilon(1e-5)
         self._scale = 1.0 if counts_twice else 0.5
 
-    def epsilon(self, multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
-        """The epsilon of all rounds: of sampled cohorts, or of cohorts that an attacker knows where that is less.
+    def divergences(self, multiplier: float, cohort: int, population: int) -> list[tuple[Any, Any]]:
+        """Orders and Renyi divergences of one round: of a sampled cohort, and of one that an attacker knows.
 
         The library's bound for sampling without replacement loses its digits in cancellation where the noise is large:
         it stays at a third or so, however large, and raises from there on. The bound without sampling holds as well.
         """
         if multiplier == 0:
-            return math.inf
+            return []
         gaussian = self.library.GaussianDpEvent(self._scale * multiplier)
         sampled = self.library.SampledWithoutReplacementDpEvent(population, cohort, gaussian)
         found = []
         for make, event in ((self._unsampled, gaussian), (self.new, sampled)):
             with contextlib.suppress(ValueError, OverflowError):
-                found.append(float(make().compose(event, rounds).get_epsilon(delta)))
+                accountant = make().compose(event)
+                found.append((accountant.orders, accountant.rdp))
+        return found
+
+    def epsilon(self, of_a_round: list[tuple[Any, Any]], rounds: int, delta: float) -> float:
+        """The epsilon of all rounds, by the divergences that give the least; inf by none."""
+        found = []
+        for orders, divergences in of_a_round:
+            with contextlib.suppress(ValueError, OverflowError):
+                found.append(float(self.to_epsilon(orders, rounds * divergences, delta)[0]))
         return min((one for one in found if not math.isnan(one)), default=math.inf)
 
 

@@ -26,7 +26,7 @@ from bagua import metrics as dashboards
 from bagua.distributed import consensus, world
 from bagua.distributed.devices import seeded
 from bagua.errors import InvalidArgument
-from bagua.federated.library import sampling
+from bagua.federated.library import privacy, sampling
 from bagua.federated.verbs.placement import local_slice
 
 State = Any  # a pytree of tensors and numbers, equal on all ranks
@@ -123,6 +123,9 @@ class Simulation:
         cohort: how many of them a round has.
         seed: of everything that is drawn.
         availability: the clients that get through a round. In a round without any, nothing happens.
+        budget: a ``privacy.Budget`` of this cohort and population: what the rounds so far have spent is the figure
+            "epsilon", and ``run`` ends before the round that would spend more than it has. A round without clients
+            counts as one.
         num_local: as of ``federated.program``, but no single number.
         group: as of ``federated.program``.
         writer: a SummaryWriter of TensorBoard, or anything with its ``add_scalar``; rank 0 writes ``<name>/<figure>``.
@@ -134,7 +137,7 @@ class Simulation:
         round: the number of the next one: how many are done.
 
     Raises:
-        InvalidArgument: a cohort that is not from 1 to the population.
+        InvalidArgument: a cohort that is not from 1 to the population, or a budget of another one.
 
     Example:
         >>> import torch
@@ -159,6 +162,7 @@ class Simulation:
         cohort: int,
         seed: int,
         availability: Availability | None = None,
+        budget: privacy.Budget | None = None,
         num_local: Sequence[int] | None = None,
         group: world.GroupLike = None,
         writer: dashboards.ScalarWriter | None = None,
@@ -168,8 +172,14 @@ class Simulation:
         population, cohort = sampling.integer("population", population), sampling.integer("cohort", cohort)
         if not 1 <= cohort <= population:
             raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
+        if budget is not None and (budget.cohort, budget.population) != (cohort, population):
+            raise InvalidArgument(
+                f"a budget of cohorts of {budget.cohort} of {budget.population} clients, but cohort={cohort} and "
+                f"population={population}: give it these"
+            )
         self.state = state
         self.round = 0
+        self._budget = budget
         self._began = _kinds(state)  # which rounds may change
         self._step = step
         self._availability = availability or Availability()
@@ -185,17 +195,17 @@ class Simulation:
         """Runs until `rounds` are done in all; where a checkpoint was loaded, those that are left.
 
         Args:
-            rounds: the number in all.
+            rounds: the number in all, or fewer where the budget is spent.
             checkpoint: where to ``save``, after every `every` rounds and the last.
             every: at least 1.
 
         Returns:
-            The figures of the rounds that ran: the step's, and "participants", how many clients got through.
+            The figures of the rounds that ran: the step's, "participants", how many clients got through, and "epsilon".
         """
         if every < 1:
             raise InvalidArgument(f"every={every!r}, expected at least 1")
         found = []
-        while self.round < rounds:
+        while self.round < rounds and self._may_spend():
             begin = time.monotonic()
             figures = self._run_one()
             found.append(figures)
@@ -230,6 +240,9 @@ class Simulation:
         rank = 0 if self._group is None else self._group.rank
         return dashboards.FiguresCollector(self.values, f"bagua_{self._name}", {"rank": str(rank)})
 
+    def _may_spend(self) -> bool:
+        return self._budget is None or self._budget.spent(self.round + 1) <= self._budget.epsilon
+
     def _run_one(self) -> dict[str, float]:
         round = self.sample(self.round)
         figures: Mapping[str, Any] = {}
@@ -238,7 +251,10 @@ class Simulation:
             with seeded(round.seed, devices):
                 self.state, figures = self._step(self.state, round)
         self.round += 1
-        return {**{name: _number(name, x) for name, x in figures.items()}, "participants": float(round.participants)}
+        counted = {"participants": float(round.participants)}
+        if self._budget is not None:
+            counted["epsilon"] = self._budget.spent(self.round)
+        return {**{name: _number(name, x) for name, x in figures.items()}, **counted}
 
     def _show(self, rounds: int) -> None:
         figures = "  ".join(f"{name} {value:.4g}" for name, value in self._figures.items() if name != "rounds")

@@ -175,6 +175,26 @@ def test_epsilon_is_the_librarys():
     found = privacy.epsilon(noise_multiplier=1.2, **ALL_ROUNDS)
     assert found == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-12)
     assert privacy.epsilon(noise_multiplier=0.0, **ALL_ROUNDS) == math.inf
+    budget = privacy.Budget(noise_multiplier=1.2, cohort=50, population=10_000, delta=1e-6, epsilon=found)
+    assert (budget.spent(0), budget.spent(300), budget.rounds()) == (0.0, found, 300)
+
+
+@pytest.mark.needs("dp_accounting")
+def test_a_simulation_ends_where_its_budget_is_spent():
+    job = {"cohort": 2, "population": 10}
+    budget = privacy.Budget(noise_multiplier=3.0, delta=1e-5, epsilon=6.0, **job)
+    run = federated.Simulation(lambda state, round: (state, {}), torch.zeros(()), seed=1, budget=budget, **job)
+    figures = run.run(1000)
+    num_rounds = budget.rounds()
+    assert 1 < num_rounds < 1000
+    assert len(figures) == run.round == num_rounds
+    assert [one["epsilon"] for one in figures] == [budget.spent(index + 1) for index in range(num_rounds)]
+    assert figures[-1]["epsilon"] <= 6.0 < budget.spent(num_rounds + 1)
+    assert run.run(2000) == []
+    with pytest.raises(InvalidArgument, match="a budget of cohorts of 2 of 10 clients, but cohort=3"):
+        federated.Simulation(
+            lambda state, round: (state, {}), torch.zeros(()), seed=1, budget=budget, cohort=3, population=10
+        )
 
 
 @pytest.mark.needs("dp_accounting")
@@ -230,6 +250,10 @@ MISTAKES = {
     "clip": (lambda: private_mean(clip=0.0), "clip=0.0"),
     "robust": (lambda: private_mean(reduction=Median()), r"reduction=Median\(\), expected Sum"),
     "count": (lambda: private_mean(noise_multiplier=2.0).stddevs(6), "count_stddev=1.0 reveals more than noise_multip"),
+    "budget": (
+        lambda: privacy.Budget(noise_multiplier=1.0, cohort=1, population=2, delta=1e-5, epsilon=0.0),
+        "epsilon=0",
+    ),
     "cohort": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "cohort": 11}), "a cohort of 11 of 10"),
 }
 
