@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.replay.simulated import simulated_s
 
 _MODELS = ("resnet50", "vgg16", "gpt_124m")
-_LINKS = ((20, 0.005), (100, 0.02), (1000, 0.1))  # Mbit/s, and the models' scale
+_LINKS = ((200, 0.04), (300, 0.1), (1000, 0.1))  # Mbit/s, and the models' scale
 _HOSTS = (2, 4, 8)
 _DDP = ("ddp", "ddp_fp16")
 _CANDIDATES = ("gradient_allreduce", "bytegrad:codec=bf16", "bytegrad", "qsgd:bits=4")
