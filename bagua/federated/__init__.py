@@ -10,6 +10,7 @@ if not is_torch_at_least(2, 9):  # older ones trace other operators, and fail un
     raise ImportError(f"bagua.federated needs torch 2.9 or later, but this is torch {torch.__version__}")
 
 from bagua.federated.library import aggregators, metrics, optimizers, partition, privacy, sampling, simulation
+from bagua.federated.library.clients import ClientStore
 from bagua.federated.library.simulation import Availability, Simulation
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import Graph
@@ -29,6 +30,7 @@ for _module in (aggregators, metrics, optimizers, partition, privacy, sampling, 
 __all__ = [
     "Availability",
     "Client",
+    "ClientStore",
     "Cost",
     "FixedPoint",
     "Graph",

@@ -27,6 +27,7 @@ from bagua.distributed import consensus, world
 from bagua.distributed.devices import seeded
 from bagua.errors import InvalidArgument
 from bagua.federated.library import privacy, sampling
+from bagua.federated.library.clients import ClientStore
 from bagua.federated.verbs.placement import local_slice
 
 State = Any  # a pytree of tensors and numbers, equal on all ranks
@@ -42,6 +43,7 @@ class Round(NamedTuple):
         clients: int64 ``[num_local]``, those of this rank.
         mask: bool ``[num_local]``, which of these get through the round; give it to the reductions.
         participants: how many of the cohort get through.
+        client_state: ``[num_local, ...]``: what this rank's clients have in the ``ClientStore``; None without one.
     """
 
     number: int
@@ -50,6 +52,7 @@ class Round(NamedTuple):
     clients: torch.Tensor
     mask: torch.Tensor
     participants: int
+    client_state: State = None
 
     def per_client(self, draw: Callable[[torch.Generator], torch.Tensor], *, use: str = "") -> torch.Tensor:
         """``[num_local, ...]`` of random numbers, each client's own; see ``sampling.per_client``.
@@ -61,7 +64,7 @@ class Round(NamedTuple):
         return sampling.per_client(draw, self.clients, seed=seed, round=self.number)
 
 
-Step = Callable[[State, Round], tuple[State, Mapping[str, Any]]]
+Step = Callable[[State, Round], Any]  # (state, figures), or (state, figures, the clients' new rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +120,13 @@ class Simulation:
         step: ``(state, round) -> (state, figures)``, called on all ranks: it loads what ``round.clients`` have, calls a
             program with ``clients=cohort`` and the same `num_local` and `group`, and returns the next state and figures
             by name, numbers or tensors ``[]``. torch's generator is seeded for every round, the same on all ranks, and
-            put back afterwards.
+            put back afterwards. With `clients` it returns ``round.client_state`` as it is to be, too, as the third.
         state: before the first round: a pytree of tensors and numbers, equal on all ranks.
         population: how many clients there are.
         cohort: how many of them a round has.
         seed: of everything that is drawn.
         availability: the clients that get through a round. In a round without any, nothing happens.
+        clients: a ``ClientStore``: rows of clients, kept for those that get through the round.
         budget: a ``privacy.Budget`` of this cohort and population: what the rounds so far have spent is the figure
             "epsilon", and ``run`` ends before the round that would spend more than it has. A round without clients
             counts as one.
@@ -162,6 +166,7 @@ class Simulation:
         cohort: int,
         seed: int,
         availability: Availability | None = None,
+        clients: ClientStore | None = None,
         budget: privacy.Budget | None = None,
         num_local: Sequence[int] | None = None,
         group: world.GroupLike = None,
@@ -187,6 +192,8 @@ class Simulation:
         self._group = world.resolve(group) if group is not None or world.is_initialized() else None
         self._is_first = self._group is None or self._group.rank == 0
         self._mine = local_slice(cohort, group=group, num_local=num_local)
+        self._clients, self._has_rows = clients, False
+        self._parts: list[slice] = []  # of a cohort, by rank
         self._writer, self._name = writer, name
         self._shows_progress = self._is_first and (sys.stderr.isatty() if progress is None else progress)
         self._figures: dict[str, float] = {}
@@ -204,6 +211,8 @@ class Simulation:
         """
         if every < 1:
             raise InvalidArgument(f"every={every!r}, expected at least 1")
+        if checkpoint is not None:
+            self._check_kept()
         found = []
         while self.round < rounds and self._may_spend():
             begin = time.monotonic()
@@ -247,14 +256,73 @@ class Simulation:
         round = self.sample(self.round)
         figures: Mapping[str, Any] = {}
         if round.participants:
+            round = self._with_rows(round)
             devices = {leaf.device for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
             with seeded(round.seed, devices):
-                self.state, figures = self._step(self.state, round)
+                result = self._step(self.state, round)
+            if self._clients is not None:
+                result = self._without_rows(self._clients, result, round)
+            self.state, figures = result
+            if self.round == 0:
+                self._check_equal()
         self.round += 1
         counted = {"participants": float(round.participants)}
         if self._budget is not None:
             counted["epsilon"] = self._budget.spent(self.round)
         return {**{name: _number(name, x) for name, x in figures.items()}, **counted}
+
+    def _with_rows(self, round: Round) -> Round:
+        if self._clients is None:
+            return round
+        group = self._group
+        if not self._has_rows:
+            rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
+            clients = self._clients
+            self._agree(lambda: (clients.check_new(), {"a client's first row": repr(_kinds(clients.initial))}))
+            self._agree(lambda: (clients.create(rank, num_ranks), {}))
+            self._has_rows = True
+        if not self._parts:
+            ends = (self._mine.start, self._mine.stop)
+            everyone = [ends] if group is None else group.all_gather_plain(ends)
+            self._parts = [slice(*one) for one in everyone]
+        rows = self._clients.read(group, round.cohort.tolist(), self._parts)
+        return round._replace(client_state=rows)
+
+    def _without_rows(self, clients: ClientStore, result: Any, round: Round) -> tuple[State, Mapping[str, Any]]:
+        """Keeps the clients' rows of a step's result, and returns the rest."""
+
+        def check() -> tuple[None, dict[str, Any]]:
+            if not isinstance(result, tuple) or len(result) != 3:
+                raise InvalidArgument(
+                    "with clients= a step returns (state, figures, the clients' rows); return round.client_state as it "
+                    "is to be, third"
+                )
+            clients.check(result[2], len(round.clients))
+            return None, {}
+
+        self._agree(check)
+        state, figures, rows = result
+        mask = self._availability.mask(round.cohort, seed=self._job["seed"], round=round.number)
+        clients.write(self._group, round.cohort.tolist(), self._parts, rows, mask.tolist(), self.round + 1)
+        return state, figures
+
+    def _check_equal(self) -> None:
+        """Raises on all ranks if the state differs between them after the first round."""
+        if self._group is None or self._group.size == 1:
+            return
+        leaves = pytree.tree_flatten_with_path(self.state)[0]
+        described = _described([leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)])
+        paths = [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        remedy = (
+            "the state is the server's, equal on all ranks; keep what clients have in clients=ClientStore(...), or "
+            "make it the server's by a reduction"
+        )
+        named = {f"the state{path} after a round": value for path, value in zip(paths, described.values(), strict=True)}
+        consensus.agree(self._group, lambda: (None, named), remedy)
+
+    def _check_kept(self) -> None:
+        if self._clients is not None and self._clients.folder is None:
+            raise InvalidArgument("the clients' rows are in memory, so they cannot be saved; give ClientStore a folder")
 
     def _show(self, rounds: int) -> None:
         figures = "  ".join(f"{name} {value:.4g}" for name, value in self._figures.items() if name != "rounds")
@@ -274,12 +342,15 @@ class Simulation:
                 such as a number of NumPy's; and on the others, where rank 0 cannot write: it raises what the system
                 says.
         """
+        self._check_kept()
         leaves, structure = pytree.tree_flatten(self.state)
         # To be read on any machine, by ranks with any device.
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._agree(lambda: (None, {"the round": self.round, **_described(leaves)}))
         content = {"round": self.round, "job": self._job, "leaves": leaves, "structure": str(structure)}
         content["began"] = self._began
+        if self._clients is not None and self._has_rows:
+            content["clients"] = 1 if self._group is None else self._group.size
 
         def write() -> tuple[None, dict[str, Any]]:
             if self._is_first:
@@ -293,14 +364,17 @@ class Simulation:
             return None, {}
 
         self._agree(write)
+        if self._clients is not None and self._has_rows:
+            self._clients.forget(self.round)
 
     def load(self, path: str | Path) -> None:
         """Goes on where ``save`` was called; rank 0 reads, all ranks call it. The number of ranks may be another.
 
         Raises:
             InvalidArgument: on all ranks: the file is no checkpoint, or that of a simulation with another seed,
-                population, cohort or availability, or its state has another structure, or began with tensors of other
-                shapes or dtypes. On the others, where rank 0 cannot read it: it raises what the system says.
+                population, cohort or availability, or its clients' rows are missing, or its state has another
+                structure, or began with tensors of other shapes or dtypes. On the others, where rank 0 cannot read it:
+                it raises what the system says.
         """
 
         def read() -> tuple[bytes, dict[str, Any]]:
@@ -344,9 +418,19 @@ class Simulation:
                         f"the checkpoint {path} is of a simulation {'that began ' if began else ''}with a state"
                         f"{where and ' at '}{where} of {other}, expected {kind}: begin with a state like that one's"
                     )
+            if (self._clients is not None) != ("clients" in content) and content["round"]:
+                has, ours = ("no", "a ClientStore") if self._clients is not None else ("clients'", "none")
+                raise InvalidArgument(
+                    f"the checkpoint {path} has {has} rows of clients, but this simulation has {ours}"
+                )
             return content, {}
 
         content = self._agree(parse)
+        if self._clients is not None and "clients" in content:
+            clients = self._clients
+            rank, num_ranks = (0, 1) if self._group is None else (self._group.rank, self._group.size)
+            self._agree(lambda: (clients.load(rank, num_ranks, content["clients"], content["round"]), {}))
+            self._has_rows = True
         before, structure = pytree.tree_flatten(self.state)
         leaves = [
             leaf.to(old.device) if isinstance(leaf, torch.Tensor) and isinstance(old, torch.Tensor) else leaf
@@ -367,6 +451,9 @@ def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
     if not isinstance(content, dict):
         return False
     round, of_job, leaves = (content.get(name) for name in ("round", "job", "leaves"))
+    num_ranks = content.get("clients", 1)
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        return False
     is_round = isinstance(round, int) and not isinstance(round, bool) and round >= 0
     is_job = isinstance(of_job, dict) and {*job} <= of_job.keys()
     has_texts = isinstance(content.get("began", {}), dict) and isinstance(content.get("structure"), str)
