@@ -2,7 +2,7 @@
 
 A chain reads in the order in which things happen:
 
-    at the clients    Clip, then the weights if any, then Quantize
+    at the clients    Finite, NormBelow: who takes part; Clip, then the weights if any, then Quantize
     over all of them  Sum, SecureSum, or a robust one: Median, TrimmedMean
     at the server     Noise, then Mean
 
@@ -47,13 +47,14 @@ Tree = Any  # a pytree of tensors
 State = Any  # a pytree of tensors
 
 # The order of a chain.
-CLIP, QUANTIZE, REDUCE, NOISE, MEAN = range(5)
+FILTER, CLIP, QUANTIZE, REDUCE, NOISE, MEAN = range(6)
 
 
 class Step:
     """One step of an aggregator. Write your own by deriving from it; ``stage`` says where it stands in the chain.
 
-    Steps up to QUANTIZE have ``at_clients``, those of REDUCE ``reduce``, later ones ``at_server``.
+    Steps of FILTER have ``passes``, others up to QUANTIZE ``at_clients``, those of REDUCE ``reduce``, later ones
+    ``at_server``.
     """
 
     stage: ClassVar[int]
@@ -61,6 +62,10 @@ class Step:
     def init(self, like: Tree) -> State:
         """The state before the first round, for server values like these."""
         return ()
+
+    def passes(self, value: Tree, clients: Placement) -> torch.Tensor:
+        """Returns who takes part, bool ``[num_local]``; a filter's state is how many did not in the last round."""
+        raise NotImplementedError
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
         """Turns placed values into placed values of the same shapes."""
@@ -84,6 +89,50 @@ class Step:
 
 
 # ---- at the clients
+
+
+class Filter(Step):
+    """A step that leaves clients out, as if they were not in the mask. Derivatives take who takes part for a constant.
+
+    State: how many clients it has left out in the last round, of those that the steps before it have not, int64 ``[]``.
+    """
+
+    stage: ClassVar[int] = FILTER
+
+    def init(self, like: Tree) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finite(Filter):
+    """Leaves out clients that have NaN or an infinity anywhere, so that the server never gets one of theirs."""
+
+    def passes(self, value: Tree, clients: Placement) -> torch.Tensor:
+        def is_finite(value: Tree) -> torch.Tensor:
+            return torch.stack([leaf.detach().isfinite().all() for leaf in pytree.tree_leaves(value)]).all()
+
+        return map_fn(is_finite, (value,), placement=clients.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBelow(Filter):
+    """Leaves out clients whose value has a larger L2 norm, over its whole pytree, than `norm`, or none that is finite.
+
+    Args:
+        norm: above 0 and finite.
+    """
+
+    norm: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.norm, numbers.Real) and 0 < self.norm < math.inf):
+            raise InvalidArgument(f"NormBelow(norm={self.norm!r}), expected a finite number above 0")
+
+    def passes(self, value: Tree, clients: Placement) -> torch.Tensor:
+        def is_below(value: Tree) -> torch.Tensor:
+            return _norm([leaf.detach() for leaf in pytree.tree_leaves(value)]) <= self.norm  # not if it is NaN
+
+        return map_fn(is_below, (value,), placement=clients.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,7 +465,7 @@ class Mean(Step):
 
 
 class Aggregator:
-    """A chain of steps: clip, quantize, one reduction over the clients, noise, mean; those that are named.
+    """A chain of steps: filters, clip, quantize, one reduction over the clients, noise, mean; those that are named.
 
     Args:
         steps: in their order. Without a reduction among them it is ``Sum()``.
@@ -458,8 +507,8 @@ class Aggregator:
         stages = [step.stage for step in chain]
         if stages != sorted(stages):
             raise InvalidArgument(
-                f"steps in the order {', '.join(names)}, expected: clip, quantize, a sum or a robust reduction, noise, "
-                "mean"
+                f"steps in the order {', '.join(names)}, expected: filters, clip, quantize, a sum or a robust "
+                "reduction, noise, mean"
             )
         if isinstance(reductions[0], Robust) and chain[-1] is not reductions[0]:
             raise InvalidArgument(
@@ -524,12 +573,25 @@ class Aggregator:
                 raise InvalidArgument(f"mask of {mask.dtype}, expected torch.bool")
             mask = beside(value, mask)
             value = only_of(mask, value)
+        states = list(state)
+        left_out = []
+        for step in self.steps:
+            if step.stage == FILTER and pytree.tree_leaves(value):
+                passes = step.passes(value, clients)
+                took_part = torch.ones_like(passes) if mask is None else mask
+                mask = took_part & passes
+                value = only_of(mask, value)
+                left_out.append((took_part & ~passes).to(torch.int64))
+        numbers_left_out = reduce_sum(left_out, placement=clients.name) if left_out else []
+        states[: len(left_out)] = [number.cpu() for number in numbers_left_out]
         weights = None if weights is None else beside(value, weights)
         counts = self._counts(weights, mask)
         dtypes = [leaf.dtype for leaf in pytree.tree_leaves(value)]
         after = range(self._reduction_index + 1, len(self.steps))
-        is_weighted, states = weights is None, list(state)
+        is_weighted = weights is None
         for index, step in enumerate(self.steps[: self._reduction_index + 1]):
+            if step.stage == FILTER:
+                continue
             if index == self._reduction_index and after:
                 value = pytree.tree_map(widened, value)
             if step.stage > CLIP and not is_weighted:

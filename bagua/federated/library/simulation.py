@@ -259,7 +259,10 @@ class Simulation:
             round = self._with_rows(round)
             devices = {leaf.device for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
             with seeded(round.seed, devices):
-                result = self._step(self.state, round)
+                try:
+                    result = self._step(self.state, round)
+                except InvalidArgument as error:
+                    raise InvalidArgument(f"in round {round.number}: {error}") from error
             if self._clients is not None:
                 result = self._without_rows(self._clients, result, round)
             self.state, figures = result

@@ -31,6 +31,7 @@ from bagua.federated.verbs.verbs import (
     across,
     as_weights,
     check_floating,
+    check_mask,
     check_options,
     check_placed,
     check_summable,
@@ -55,6 +56,7 @@ def map_reduce(
     arguments: Tree,
     *,
     reduce: str = "mean",
+    mask: torch.Tensor | None = None,
     chunk_size: int | None = None,
     randomness: str = "error",
     placement: str | None = None,
@@ -71,6 +73,7 @@ def map_reduce(
         arguments: as of ``map_fn``.
         reduce: "mean", "sum", or "weighted_mean" of a function that returns a pair: a value, and its weight ``[]``;
             that is ``reduce_weighted_mean`` of the two.
+        mask: ``[num_local]`` of bools: who takes part, as of ``reduce_weighted_mean``; None: all.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: as of ``map_fn``; backward draws the same numbers again.
         placement: the name of the program whose clients are meant; by default the innermost that runs.
@@ -87,9 +90,16 @@ def map_reduce(
         raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
     check_options(chunk_size, randomness)
     check_no_script(function, "map_reduce")
+    options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
+    if mask is not None:
+        mask = check_mask(mask, pytree.tree_leaves(arguments), current(placement, "map_reduce"), "map_reduce")
+        masked = functools.partial(_masked, function, reduce)
+        if not torch.compiler.is_compiling():
+            functools.update_wrapper(masked, function)
+        reduce = "sum" if reduce == "sum" else "weighted_mean"
+        return map_reduce(masked, (*splat(arguments), mask), reduce=reduce, **options)
     if reduce == "weighted_mean":
         clients = current(placement, "map_reduce")
-        options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
         dtypes: list[torch.dtype] = []
 
         def weighted(*args: Any) -> tuple[Tree, torch.Tensor]:
@@ -153,6 +163,18 @@ def map_reduce(
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
     """Returns True under any transform, or if an input requires a gradient; other tangents pass through the node."""
     return current_level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+
+
+def _masked(function: Callable, reduce: str, *arguments: Any) -> Any:
+    """One client's result for a sum or a weighted mean, with nothing of a client that does not take part."""
+    *own, is_there = arguments
+    result = function(*own)
+    if reduce == "mean":
+        result = (result, torch.ones((), dtype=torch.get_default_dtype(), device=is_there.device))
+    return pytree.tree_map(
+        lambda leaf: torch.where(is_there, leaf, torch.zeros_like(leaf)) if isinstance(leaf, torch.Tensor) else leaf,
+        result,
+    )
 
 
 def _weighted(function: Callable, dtypes: list, *arguments: Any) -> tuple[Tree, torch.Tensor]:

@@ -94,13 +94,11 @@ def reduce_weighted_mean(
     verb = "reduce_weighted_mean"
     clients = current(placement, verb)
     leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, verb), verb))
-    weights, mask = check_weights(weights, leaves, verb), None if mask is None else torch.as_tensor(mask)
-    for what, vector in (("weights", weights), ("mask", mask)):
-        if vector is not None and tuple(vector.shape) != (clients.num_local,):
-            raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")
-    if mask is not None and mask.dtype is not torch.bool:
-        raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
-    weights, masks = beside(leaves, weights), [] if mask is None else [beside(leaves, mask)]
+    weights = check_weights(weights, leaves, verb)
+    if tuple(weights.shape) != (clients.num_local,):
+        raise InvalidArgument(f"{verb}: weights of shape {list(weights.shape)}, expected [{clients.num_local}]")
+    masks = [] if mask is None else [check_mask(mask, leaves, clients, verb)]
+    weights = beside(leaves, weights)
     *weighted, weights = map_fn(_weigh, (leaves, weights, masks), placement=placement)
     # In the caller's structure, whose names the ranks compare.
     value, total = reduce_sum((pytree.tree_unflatten(weighted, structure), weights), placement=placement)
@@ -108,6 +106,16 @@ def reduce_weighted_mean(
     (total,) = call("check_total", [total], clients.key)
     means = [divided(one, total).to(leaf.dtype) for one, leaf in zip(sums, leaves, strict=True)]
     return pytree.tree_unflatten(means, structure)
+
+
+def check_mask(mask: Any, leaves: list[torch.Tensor], clients: Placement, verb: str) -> torch.Tensor:
+    """Returns a mask of this rank's clients, where the values are. Raises InvalidArgument for anything else."""
+    mask = torch.as_tensor(mask)
+    if tuple(mask.shape) != (clients.num_local,):
+        raise InvalidArgument(f"{verb}: mask of shape {list(mask.shape)}, expected [{clients.num_local}]")
+    if mask.dtype is not torch.bool:
+        raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
+    return beside(leaves, mask)
 
 
 def beside(value: Tree, vector: torch.Tensor) -> torch.Tensor:
