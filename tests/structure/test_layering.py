@@ -79,7 +79,7 @@ MAY_IMPORT = {
     | {"net.exhausted", "torch_version", *(f"distributed.{name}" for name in ("bootstrap", "world"))},
     "torch_api": (STEPPING - {"_C"}) | {"torch_version"} | {"data_parallel.__init__", "data_parallel.handle"},
     "federated": ERRORS
-    | {f"distributed.{name}" for name in ("devices", "process_group", "world", "consensus")}
+    | {f"distributed.{name}" for name in ("devices", "process_group", "world", "consensus", "plain_data")}
     | {"codecs", "metrics", "torch_version"},
 }
 

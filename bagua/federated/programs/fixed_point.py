@@ -12,12 +12,14 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy
 import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 
 Tree = Any  # a pytree of tensors
+_PACKED_AT_ONCE = 1 << 16  # codes, each of which takes 64 bytes meanwhile
 
 
 def _check(name: str, number: Any, low: int, high: int) -> None:
@@ -102,6 +104,34 @@ class FixedPoint:
     def wrap(self, codes: torch.Tensor) -> torch.Tensor:
         """Modulo 2**bits: int64 from 0 to 2**bits - 1."""
         return codes & (self.modulus - 1)
+
+    def packed_bytes(self, numel: int) -> int:
+        """Returns the bytes that so many codes take."""
+        return (numel * self.bits + 7) // 8
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Returns int64 codes ``[n]``, from 0 to 2**bits - 1, as uint8 ``[packed_bytes(n)]``: `bits` of each."""
+        packed = numpy.empty(self.packed_bytes(codes.numel()), dtype=numpy.uint8)
+        for begin in range(0, codes.numel(), _PACKED_AT_ONCE):
+            part = codes[begin : begin + _PACKED_AT_ONCE].contiguous().numpy().astype("<i8").view(numpy.uint8)
+            bits = numpy.unpackbits(part.reshape(-1, 8), axis=1, bitorder="little")[:, : self.bits]
+            at = begin * self.bits // 8  # whole bytes, as parts have a multiple of 8 codes
+            of_part = numpy.packbits(bits.reshape(-1), bitorder="little")
+            packed[at : at + len(of_part)] = of_part
+        return torch.from_numpy(packed)
+
+    def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
+        """Returns the int64 codes ``[numel]`` of what ``pack`` returned."""
+        codes = numpy.empty(numel, dtype="<i8")
+        data = packed.numpy()
+        for begin in range(0, numel, _PACKED_AT_ONCE):
+            num = min(_PACKED_AT_ONCE, numel - begin)
+            at = begin * self.bits // 8
+            bits = numpy.unpackbits(data[at : at + self.packed_bytes(num)], bitorder="little")[: num * self.bits]
+            wide = numpy.zeros((num, 64), dtype=numpy.uint8)
+            wide[:, : self.bits] = bits.reshape(num, self.bits)
+            codes[begin : begin + num] = numpy.packbits(wide, axis=1, bitorder="little").view("<i8").reshape(-1)
+        return torch.from_numpy(codes.astype(numpy.int64))
 
     def decode(self, codes: Tree, like: Tree) -> Tree:
         """The values that the codes stand for, from -2**(bits - 1) to 2**(bits - 1) - 1 steps.

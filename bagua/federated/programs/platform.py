@@ -11,7 +11,6 @@ reductions. Clients keep their values from round to round. All of what is sent a
 
 from __future__ import annotations
 
-import io
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.programs import secure_sum
+from bagua.federated.programs import messages, secure_sum
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name, operator_of
 from bagua.federated.programs.graph_files import from_bytes, to_bytes
@@ -104,15 +103,13 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     device = _device_of(known)
     session = secrets.token_bytes(16)
     clients_graph, turns = client_side(graph, rounds)
-    opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
-    opening["coding"] = (coding.bits, coding.fraction_bits)
+    opening = messages.opening(session, to_bytes(clients_graph), turns, coding)
     keys = _replies(platform, opening, "key", size) if rounds else []  # no client is asked what the server knows
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
         sent = [known[value] for value in this.sent_down]
-        request = {"what": "round", "session": session, "number": number, "values": sent}
-        masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
+        masked = _replies(platform, messages.round_request(session, number, sent, keys), "masked", size)
         likes = [_like(value, node.verb) for node in this.up for value in node.args]
         sums = secure_sum.add_up(coding, masked, likes)
         sums = [total.to(device) for total in sums]
@@ -163,7 +160,7 @@ def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -
     Raises:
         InvalidArgument: it is not one reply of each client.
     """
-    replies = [_read(reply) for reply in platform.exchange(_write(request)) or ()]
+    replies = [messages.read(reply) for reply in platform.exchange(messages.write(request)) or ()]
     if len(replies) != size or any(key not in reply for reply in replies):
         raise InvalidArgument(
             f"{len(replies)} replies, of which {sum(key in reply for reply in replies)} have a {key}: expected one of "
@@ -206,7 +203,7 @@ class Client:
         A client is restored from its newest state only, for one that answers a round twice uses its masks twice.
         """
         if self._graph is None or self._next == len(self._turns):
-            return _write({"run": None})
+            return messages.write({"run": None})
         done = sum(turn.nodes for turn in self._turns[: self._next])
         sent = sum(turn.outputs for turn in self._turns[: self._next])
         needed = {value for node in self._graph.nodes[done:] for value in node.inputs} | set(self._graph.outputs[sent:])
@@ -218,14 +215,13 @@ class Client:
             "next": self._next,
             "coding": (self._sum.coding.bits, self._sum.coding.fraction_bits),
             "sum": self._sum.state(),
-            # Cloned, since torch.save writes all of the memory that a view is of.
             "known": {
-                number: self._known[value].clone()
+                number: self._known[value]
                 for value, number in self._graph.numbers().items()
                 if value in needed and value in self._known
             },
         }
-        return _write({"run": run})
+        return messages.write({"run": run})
 
     @classmethod
     def restore(cls, state: bytes, /, **data: Tree) -> Client:
@@ -236,7 +232,7 @@ class Client:
             data: the client's own values, as before.
         """
         client = cls(**data)
-        run = _read(state)["run"]
+        run = messages.read(state)["run"]
         if run is not None:
             client._begin(run)
             client._next = run["next"]
@@ -254,13 +250,12 @@ class Client:
                 than two clients, a value is out of the range of a sum, or the graph cannot be computed on the data.
                 Platforms may tell the server what an error says, so it has no value; what raised it is its cause.
         """
-        message = _read(request)
+        message = messages.read(request)
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
             raise InvalidArgument(f"a message with {', '.join(map(str, message)) or 'nothing'}: none that run_on sends")
         if message["what"] == "open":
-            return _write({"key": self._open(message)})
-        masked = self._round(message)
-        return _write({"masked": masked, "index": self._sum.index})
+            return messages.write(messages.key(self._open(message)))
+        return messages.write(messages.masked(self._round(message), self._sum.coding, self._sum.index))
 
     def _open(self, message: dict[str, Any]) -> bytes:
         self._begin(message)
@@ -345,22 +340,3 @@ def _bind(graph: Graph, inputs: Sequence[Value], given: dict[str, Tree], whose: 
         known = ", ".join(value.name for value in inputs) or "nothing"
         raise InvalidArgument(f"{graph.name} takes no {next(iter(leaves))} of {whose}, only {known}")
     return bound
-
-
-def _write(message: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    message = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, message)
-    torch.save(message, file)
-    return file.getvalue()
-
-
-def _read(data: bytes) -> dict[str, Any]:
-    if not isinstance(data, bytes):
-        raise InvalidArgument(f"a message that is a {type(data).__name__}, expected bytes, as Client.answer returns")
-    try:
-        message = torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:  # torch raises what its parsers do
-        raise InvalidArgument(f"{len(data)} bytes that are no message of run_on: {error}") from None
-    if not isinstance(message, dict):
-        raise InvalidArgument(f"a message of {type(message).__name__}, expected what run_on sends")
-    return message

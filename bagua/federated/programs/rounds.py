@@ -6,12 +6,18 @@ through what is broadcast. All reductions of a round travel together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from bagua.errors import InvalidArgument
+from bagua.federated.programs import messages
+from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import BROADCAST, EVERYWHERE, REDUCTIONS, SERVER, Graph, Node, Value
+from bagua.federated.programs.graph_files import to_bytes
 
 
 @dataclass
@@ -39,7 +45,7 @@ class Round:
 
     @property
     def bytes_up(self) -> int:
-        """Receives from each client, in the values' own dtypes; masked sums are of integers, see secure_sum.py."""
+        """Receives from each client, in the values' own dtypes."""
         return sum(value.nbytes for node in self.up for value in node.args)
 
 
@@ -152,7 +158,27 @@ class Cost:
         return "\n".join(lines)
 
 
-def cost_of(graph: Graph) -> Cost:
-    """Rounds and bytes of a graph."""
+def cost_of(graph: Graph, *, coding: FixedPoint | None = None) -> Cost:
+    """Rounds and bytes of a graph.
+
+    Args:
+        coding: the bytes are what ``run_on`` with it sends and gets in all: sums in these bits, with the graph and the
+            keys in the first round. None: those of the values in their own dtypes.
+    """
     rounds, _ = rounds_of(graph)
-    return Cost(tuple(one.bytes_down for one in rounds), tuple(one.bytes_up for one in rounds))
+    if coding is None:
+        return Cost(tuple(one.bytes_down for one in rounds), tuple(one.bytes_up for one in rounds))
+    ((_, size),) = graph.placements.items()
+    of_clients, turns = client_side(graph, rounds)
+    session, key = bytes(16), bytes(32)
+    down, up = [], []
+    for number, one in enumerate(rounds):
+        values = [torch.zeros(value.shape, dtype=value.dtype, device="cpu") for value in one.sent_down]
+        down.append(len(messages.write(messages.round_request(session, number, values, [key] * size))))
+        numel = sum(math.prod(value.shape) * (1 + value.dtype.is_complex) for node in one.up for value in node.args)
+        codes = torch.zeros(numel, dtype=torch.int64, device="cpu")
+        up.append(len(messages.write(messages.masked(codes, coding, size - 1))))
+    if rounds:
+        down[0] += len(messages.write(messages.opening(session, to_bytes(of_clients), turns, coding)))
+        up[0] += len(messages.write(messages.key(key)))
+    return Cost(tuple(down), tuple(up))

@@ -129,21 +129,22 @@ def add_up(coding: FixedPoint, masked: Sequence[torch.Tensor], likes: Sequence[t
     """The server's side: the sums of what the clients masked.
 
     Args:
-        masked: of all clients.
+        masked: of all clients, packed (``FixedPoint.pack``).
         likes: tensors of the shapes and dtypes of the sums.
 
     Raises:
-        InvalidArgument: masked values of another number or dtype than these.
+        InvalidArgument: masked values of another number than these.
     """
     likes = [torch.empty(like.shape, dtype=like.dtype) for like in likes]
     sizes = [_real(like).numel() for like in likes]
+    expected = (coding.packed_bytes(sum(sizes)),)
     for index, one in enumerate(masked):
-        if not isinstance(one, torch.Tensor) or one.dtype != torch.int64 or tuple(one.shape) != (sum(sizes),):
+        if not isinstance(one, torch.Tensor) or one.dtype != torch.uint8 or tuple(one.shape) != expected:
             got = f"{one.dtype} {list(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__
-            raise InvalidArgument(f"client {index} sent {got} for a sum, expected int64 [{sum(sizes)}]")
-    total = torch.zeros_like(masked[0])
+            raise InvalidArgument(f"client {index} sent {got} for a sum, expected uint8 {list(expected)}")
+    total = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
     for one in masked:
-        total = coding.wrap(total + one)
+        total = coding.wrap(total + coding.unpack(one, sum(sizes)))
     parts = total.split(sizes)
     sums = [decode(coding, part.reshape(_real(x).shape), _real(x)) for part, x in zip(parts, likes, strict=True)]
     return [torch.view_as_complex(s) if x.is_complex() else s for s, x in zip(sums, likes, strict=True)]

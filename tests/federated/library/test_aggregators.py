@@ -403,7 +403,10 @@ def test_compiled(name):
 
 MISTAKES = {
     "a secure median": (lambda: Aggregator(Median(), SecureSum()), "Median needs every client's values, which secure"),
-    "another order": (lambda: Aggregator(Mean(), Clip(1.0)), "steps in the order Mean, Clip, expected: filters, clip, quant"),
+    "another order": (
+        lambda: Aggregator(Mean(), Clip(1.0)),
+        "steps in the order Mean, Clip, expected: filters, clip, quant",
+    ),
     "a dtype": (
         lambda: run(Quantize("qsgd"), values=torch.zeros(2, dtype=torch.float64)),
         "of torch.float64, expected",

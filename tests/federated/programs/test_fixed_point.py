@@ -62,3 +62,16 @@ def test_the_ends_of_the_range():
 def test_mistakes(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+@pytest.mark.parametrize("bits", [2, 7, 8, 33, 62])
+@pytest.mark.parametrize("numel", [0, 1, 13, (1 << 16) + 5])
+def test_packed_codes_take_their_bits(bits, numel):
+    coding = FixedPoint(bits, 0)
+    draw = random.Random(bits)
+    codes = [draw.randrange(1 << bits) for _ in range(numel)]
+    packed = coding.pack(torch.tensor(codes, dtype=torch.int64))
+    assert packed.dtype == torch.uint8 and len(packed) == coding.packed_bytes(numel) == -(-numel * bits // 8)
+    assert coding.unpack(packed, numel).tolist() == codes
+    number = sum(code << (place * bits) for place, code in enumerate(codes[:100]))  # the first one in the lowest bits
+    assert int.from_bytes(bytes(packed.tolist()), "little") % (1 << (bits * len(codes[:100]))) == number

@@ -6,7 +6,6 @@ The oracle is the program in one process; the server's view is what it receives 
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import random
 import secrets
@@ -18,7 +17,8 @@ from torch.func import grad, hessian, jvp
 from bagua import federated
 from bagua.errors import InvalidArgument
 from bagua.federated.library import aggregators
-from bagua.federated.programs import secure_sum
+from bagua.federated.programs import messages, secure_sum
+from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph_files import from_bytes
 from tests.distributed.worlds import fast_in
 from tests.federated.programs.test_trace import graph_of, network, two_rounds, weighted
@@ -176,7 +176,7 @@ class Listening(federated.IsolatedClients):
 
     def exchange(self, request):
         replies = super().exchange(request)
-        self.replies.append([torch.load(io.BytesIO(reply), weights_only=True) for reply in replies])
+        self.replies.append([messages.read(reply) for reply in replies])
         return replies
 
 
@@ -202,7 +202,7 @@ def see_masked_zeros():
     opening, replies = platform.replies
     assert all(list(reply) == ["key"] and len(reply["key"]) == 32 for reply in opening)
     assert all(list(reply) == ["masked", "index"] for reply in replies)
-    return [reply["masked"] for reply in replies]
+    return [CODING.unpack(reply["masked"], 4000) for reply in replies]
 
 
 def test_the_server_sees_masked_vectors_only():
@@ -242,9 +242,7 @@ def test_clients_are_sent_their_part_only():
     platform = clients_of(Y)
     requests = []
     exchange = platform.exchange
-    platform.exchange = lambda request: (
-        requests.append(torch.load(io.BytesIO(request), weights_only=True)) or exchange(request)
-    )
+    platform.exchange = lambda request: requests.append(messages.read(request)) or exchange(request)
     torch.testing.assert_close(federated.run_on(platform, graph, x=X), noisy(X, Y))
     opening, first = requests
     sent = from_bytes(opening["graph"])
@@ -403,22 +401,85 @@ def test_a_round_needs_one_reply_of_every_client(change):
         federated.run_on(platform, graph, x=X)
 
 
-def as_bytes(message):
-    file = io.BytesIO()
-    torch.save(message, file)
-    return file.getvalue()
-
-
-def test_what_is_no_message():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda whole: b"garbage",
+        lambda whole: b"",
+        lambda whole: whole[:-1],
+        lambda whole: whole + b"x",
+        lambda whole: whole[4:],
+        lambda whole: (2**31).to_bytes(4, "little") + whole[4:],
+        lambda whole: messages.write([1]),
+        lambda whole: whole.replace(b"[40]", b"[41]"),
+        lambda whole: whole.replace(b"[40]", b"[-4]"),
+    ],
+)
+def test_what_is_no_message(make):
+    whole = messages.write({"what": "round", "values": [torch.arange(10.0).view(torch.uint8)]})
     with pytest.raises(InvalidArgument, match="no message of run_on"):
-        federated.Client(y=Y[0]).answer(b"garbage")
+        federated.Client(y=Y[0]).answer(make(whole))
+
+
+def test_messages_come_back_as_they_were():
+    values = [
+        torch.arange(3),
+        torch.tensor(True),
+        torch.zeros(0, 2),
+        torch.randn(2, 3).to(torch.bfloat16),
+        torch.rand(2).to(torch.complex64),
+    ]
+    message = {"a": (1, None, "x"), "bytes": b"\x00\xff", "values": values, 3: {"nothing": b""}}
+    found = messages.read(messages.write(message))
+    assert {key: value for key, value in found.items() if key != "values"} == {
+        "a": (1, None, "x"),
+        "bytes": b"\x00\xff",
+        3: {"nothing": b""},
+    }
+    for value, expected in zip(found["values"], values, strict=True):
+        assert value.dtype is expected.dtype and torch.equal(value, expected)
+
+
+class Weighing(federated.IsolatedClients):
+    """Counts the bytes to and from each client."""
+
+    def __init__(self, clients):
+        super().__init__(clients)
+        self.down, self.up = 0, [0] * len(clients)
+
+    def exchange(self, request):
+        replies = super().exchange(request)
+        self.down += len(request)
+        self.up = [so_far + len(reply) for so_far, reply in zip(self.up, replies, strict=True)]
+        return replies
+
+
+@pytest.mark.parametrize("coding", [FixedPoint(), FixedPoint(24, 12), FixedPoint(9, 3)], ids=str)
+def test_the_cost_is_what_travels(coding):
+    """Two rounds; sums of a tree with complex numbers; a value below what nine bits hold."""
+
+    def two(x, y):
+        first = federated.reduce_sum(federated.map_fn(lambda x, y: x * y, (federated.broadcast(x), y)))
+        values = federated.map_fn(
+            lambda m, y: {"a": m + y, "b": (m * y).to(torch.complex64)}, (federated.broadcast(first), y)
+        )
+        return federated.reduce_mean(values)
+
+    x, y = torch.full((300,), 0.5), torch.full((3, 300), 0.5)
+    graph = federated.trace(federated.program(two, clients=3), x, y)
+    platform = Weighing([federated.Client(y=row) for row in y])
+    federated.run_on(platform, graph, coding=coding, x=x)
+    cost = federated.cost_of(graph, coding=coding)
+    assert cost.rounds == 2
+    assert (sum(cost.bytes_down), [sum(cost.bytes_up)] * 3) == (platform.down, platform.up)
+    assert sum(cost.bytes_up) - 500 < (300 + 900) * coding.bits / 8 < sum(cost.bytes_up)
 
 
 @pytest.mark.parametrize(
     "number, change, message",
     [
-        (0, lambda reply: as_bytes({"key": b"short"}), "reply 1 has the key b'short', expected 32 bytes"),
-        (1, lambda reply: as_bytes({"masked": 3, "index": "first"}), "replies of the clients .*'first'"),
+        (0, lambda reply: messages.write({"key": b"short"}), "reply 1 has the key b'short', expected 32 bytes"),
+        (1, lambda reply: messages.write({"masked": 3, "index": "first"}), "replies of the clients .*'first'"),
     ],
 )
 def test_a_reply_that_is_none_of_a_client_is_named(number, change, message):
@@ -428,7 +489,7 @@ def test_a_reply_that_is_none_of_a_client_is_named(number, change, message):
     def with_another_reply(request):
         replies = exchange(request)
         if next(requests) == number:
-            index = 1 if number == 0 else [torch.load(io.BytesIO(r))["index"] for r in replies].index(1)
+            index = 1 if number == 0 else [messages.read(r)["index"] for r in replies].index(1)
             replies[index] = change(replies[index])
         return replies
 
