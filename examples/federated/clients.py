@@ -78,8 +78,14 @@ class Digits(NamedTuple):
     mask: torch.Tensor
 
 
-def load_digits(seed: int, alpha: float = ALPHA) -> tuple[Digits, torch.Tensor, torch.Tensor]:
-    """Loads the digits of this rank's clients, and the images and labels of the test, which are the server's."""
+def load_digits(seed: int, alpha: float = ALPHA, own: range | None = None) -> tuple[Digits, torch.Tensor, torch.Tensor]:
+    """Loads the digits of this rank's clients, and the images and labels of the test, which are the server's.
+
+    Args:
+        seed: of the draw.
+        alpha: of the Dirichlet draw.
+        own: the clients whose digits are loaded, by default those that a program over all of them has here.
+    """
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
@@ -89,8 +95,8 @@ def load_digits(seed: int, alpha: float = ALPHA) -> tuple[Digits, torch.Tensor, 
     parts = partition.dirichlet(labels[train], CLIENTS, alpha=alpha, seed=seed)
     train = torch.tensor(train)
     longest = max(len(part) for part in parts)
-    own = parts[federated.local_slice(CLIENTS)]
-    placed, mask = partition.padded((images[train], labels[train]), own, length=longest)
+    own = range(CLIENTS)[federated.local_slice(CLIENTS)] if own is None else own
+    placed, mask = partition.padded((images[train], labels[train]), [parts[client] for client in own], length=longest)
     return Digits(*placed, mask), images[test], labels[test]
 
 

@@ -20,6 +20,7 @@ ALL = {
     "hypergradient": ("hypergradient.py",),
     "client_weights": ("client_weights.py",),
     "personalised": ("personalised.py",),
+    "personal_layers": ("personal_layers.py",),
     "diloco": ("diloco.py",),
 }
 
