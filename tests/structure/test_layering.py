@@ -176,7 +176,7 @@ THIRD_PARTY = {
     "errors": set(),
     "config": set(),
     "metrics": {"torch", "prometheus_client"},
-    "federated": {"torch", "numpy", "cryptography", "dp_accounting", "flwr"},
+    "federated": {"torch", "numpy", "cryptography", "Crypto", "dp_accounting", "flwr"},
     "replay": {"torch", "matplotlib"},
     "integrations": {"torch", "accelerate", "lightning", "ray", "transformers"},
 }

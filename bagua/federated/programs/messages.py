@@ -92,10 +92,13 @@ def read(data: bytes) -> dict[str, Any]:
 # ---- the messages of a run
 
 
-def opening(session: bytes, graph: bytes, turns: Sequence[tuple[int, ...]], coding: FixedPoint) -> dict[str, Any]:
-    """The first request, which each client answers by ``key``."""
+def opening(
+    session: bytes, graph: bytes, turns: Sequence[tuple[int, ...]], coding: FixedPoint, threshold: int | None = None
+) -> dict[str, Any]:
+    """The first request, which each client answers by its public key, or with a threshold its public keys."""
     of_sums = (coding.bits, coding.fraction_bits)
-    return {"what": "open", "session": session, "graph": graph, "turns": list(map(tuple, turns)), "coding": of_sums}
+    request = {"what": "open", "session": session, "graph": graph, "turns": list(map(tuple, turns)), "coding": of_sums}
+    return request if threshold is None else {**request, "threshold": threshold}
 
 
 def round_request(session: bytes, number: int, values: Sequence[torch.Tensor], keys: Sequence[bytes]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ reductions. Clients keep their values from round to round. All of what is sent a
 
 from __future__ import annotations
 
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.programs import messages, secure_sum
+from bagua.federated.programs import dropouts, messages, secure_sum
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name, operator_of
 from bagua.federated.programs.graph_files import from_bytes, to_bytes
@@ -30,6 +31,7 @@ from bagua.federated.verbs.reduction import widened
 from bagua.federated.verbs.traced import is_drawn
 
 Tree = Any  # a pytree of tensors
+logger = logging.getLogger("bagua")
 
 
 class Platform(ABC):
@@ -74,7 +76,15 @@ class IsolatedClients(Platform):
         return [client.answer(request) for client in self.clients]
 
 
-def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = None, **values: Tree) -> Tree:
+def run_on(
+    platform: Platform,
+    graph: Graph,
+    /,
+    *,
+    coding: FixedPoint | None = None,
+    threshold: int | None = None,
+    **values: Tree,
+) -> Tree:
     """Returns what the traced function returns, computed by a server and the platform's clients.
 
     Sums are of fixed point numbers with masks: they differ from those of the program by ``coding.tolerance(n)`` at
@@ -84,12 +94,16 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
         platform: that carries what is sent; as many clients as the graph is over.
         graph: over one placement, of ``federated.trace``.
         coding: of the sums; None: FixedPoint(), of 62 bits with 32 behind the point.
+        threshold: how many clients are enough, more than half of them; the others may drop out at any point, for good.
+            A sum then is of those whose values came, and a mean is their mean; numbers of clients that the graph has
+            computed with, as in the derivative of a mean, stay. It takes an exchange more in all, and one per round.
+            None: all must answer.
         values: the server's, by the names of the traced function's arguments.
 
     Raises:
         InvalidArgument: values that are missing, or of other shapes, another number of clients than the graph's, fewer
-            than two, replies that are not one of each client, a value that is out of the range of `coding`, or total
-            weights of 0.
+            than two, replies that are not one of each client, or fewer than the threshold, a value that is out of the
+            range of `coding`, or total weights of 0.
     """
     coding = coding or FixedPoint()
     rounds, last = rounds_of(graph)
@@ -103,24 +117,101 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     device = _device_of(known)
     session = secrets.token_bytes(16)
     clients_graph, turns = client_side(graph, rounds)
-    opening = messages.opening(session, to_bytes(clients_graph), turns, coding)
-    keys = _replies(platform, opening, "key", size) if rounds else []  # no client is asked what the server knows
+    opening = messages.opening(session, to_bytes(clients_graph), turns, coding, threshold)
+    sums_over: _All | _AnyOf
+    if threshold is None:
+        sums_over = _All(platform, size, session, coding)
+    else:
+        dropouts.check_threshold(threshold, size)
+        sums_over = _AnyOf(platform, size, session, coding, threshold)
+    if rounds:  # no client is asked what the server knows
+        sums_over.open(opening)
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
         sent = [known[value] for value in this.sent_down]
-        masked = _replies(platform, messages.round_request(session, number, sent, keys), "masked", size)
         likes = [_like(value, node.verb) for node in this.up for value in node.args]
-        sums = secure_sum.add_up(coding, masked, likes)
-        sums = [total.to(device) for total in sums]
+        found, num_left = sums_over.sums(number, sent, likes)
+        sums = [total.to(device) for total in found]
         for node in this.up:
             for result in node.results:
                 total = sums.pop(0)
-                known[result] = (total / size).to(result.dtype) if node.verb == "reduce_mean" else total
+                known[result] = (total / num_left).to(result.dtype) if node.verb == "reduce_mean" else total
     for node in last:
         known.update(zip(node.results, _at_server(graph, node, known), strict=True))
     leaves = [known[output] if isinstance(output, Value) else output for output in graph.outputs]
     return pytree.tree_unflatten(leaves, graph.structures[1])
+
+
+class _All:
+    """Sums over all clients, each of which answers every request."""
+
+    def __init__(self, platform: Platform, size: int, session: bytes, coding: FixedPoint) -> None:
+        self._platform, self._size, self._session, self._coding = platform, size, session, coding
+        self._keys: list[Any] = []
+
+    def open(self, opening: dict[str, Any]) -> None:
+        self._keys = _replies(self._platform, opening, "key", self._size)
+
+    def sums(
+        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], int]:
+        """Returns the sums of a round, and over how many clients they are."""
+        request = messages.round_request(self._session, number, sent, self._keys)
+        masked = _replies(self._platform, request, "masked", self._size)
+        return secure_sum.add_up(self._coding, masked, likes), self._size
+
+
+class _AnyOf(_All):
+    """Sums over those that are left of the clients: see dropouts.py."""
+
+    def __init__(self, platform: Platform, size: int, session: bytes, coding: FixedPoint, threshold: int) -> None:
+        super().__init__(platform, size, session, coding)
+        self._threshold, self._alive = threshold, list(range(size))
+        self._boxes: dict[int, list[bytes]] = {}
+
+    def open(self, opening: dict[str, Any]) -> None:
+        replies = [messages.read(reply) for reply in self._platform.exchange(messages.write(opening)) or ()]
+        self._keys = [reply["keys"] for reply in replies if isinstance(reply.get("keys"), list)]
+        self._alive = list(range(len(self._keys)))
+        self._check_left("the exchange of keys")
+        request = {"what": "share", "session": self._session, "keys": self._keys}
+        self._boxes = self._ask(request, "shares", "the exchange of shares")
+
+    def sums(
+        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], int]:
+        request = messages.round_request(self._session, number, sent, ()) | {"alive": self._alive}
+        alive = self._alive
+        if number == 0:
+            request["boxes"] = self._boxes
+        masked = self._ask(request, "masked", f"round {number}")
+        request = {"what": "reveal", "session": self._session, "number": number, "survivors": self._alive}
+        survivors = self._alive
+        revealed = self._ask(request, "revealed", f"the end of round {number}")
+        self._alive = survivors  # one that has not revealed may be there again
+        total = dropouts.add_up(
+            self._coding, masked, alive, revealed, self._keys, number, self._session, self._threshold, likes
+        )
+        return total, len(masked)
+
+    def _ask(self, request: dict[str, Any], key: str, where: str) -> dict[int, Any]:
+        """Returns what clients that were left reply under the key; they are those that are left."""
+        replies = [messages.read(reply) for reply in self._platform.exchange(messages.write(request)) or ()]
+        found = {reply["index"]: reply[key] for reply in replies if key in reply and reply.get("index") in self._alive}
+        self._alive = sorted(found)
+        self._check_left(where)
+        return found
+
+    def _check_left(self, where: str) -> None:
+        gone = sorted(set(range(len(self._keys))) - set(self._alive))
+        if len(self._alive) < self._threshold:
+            raise InvalidArgument(
+                f"{len(self._alive)} of {self._size} clients are left after {where}, of which {self._threshold} are "
+                f"needed; gone: {', '.join(map(str, gone)) or 'those that sent no keys'}"
+            )
+        if gone:
+            logger.info("clients %s have dropped out by %s", gone, where)
 
 
 def _refuse_same_numbers(graph: Graph) -> None:
@@ -141,7 +232,12 @@ def _draws(function: Graph) -> bool:
 
 
 # The keys of requests.
-_CONTENT = {"open": {"graph", "turns", "session", "coding"}, "round": {"number", "session", "values"}}
+_CONTENT = {
+    "open": {"graph", "turns", "session", "coding"},
+    "share": {"session", "keys"},
+    "round": {"number", "session", "values"},
+    "reveal": {"number", "session", "survivors"},
+}
 
 
 def _device_of(known: dict[Value, torch.Tensor]) -> torch.device:
@@ -202,7 +298,7 @@ class Client:
         It has the client's secret key and values: it must not leave the client. After the last round it is of no run.
         A client is restored from its newest state only, for one that answers a round twice uses its masks twice.
         """
-        if self._graph is None or self._next == len(self._turns):
+        if self._graph is None or (self._next == len(self._turns) and not self._must_reveal()):
             return messages.write({"run": None})
         done = sum(turn.nodes for turn in self._turns[: self._next])
         sent = sum(turn.outputs for turn in self._turns[: self._next])
@@ -214,6 +310,7 @@ class Client:
             "session": self._session,
             "next": self._next,
             "coding": (self._sum.coding.bits, self._sum.coding.fraction_bits),
+            "survives": isinstance(self._sum, dropouts.Member),
             "sum": self._sum.state(),
             "known": {
                 number: self._known[value]
@@ -222,6 +319,9 @@ class Client:
             },
         }
         return messages.write({"run": run})
+
+    def _must_reveal(self) -> bool:
+        return isinstance(self._sum, dropouts.Member) and not self._sum.has_ended(len(self._turns))
 
     @classmethod
     def restore(cls, state: bytes, /, **data: Tree) -> Client:
@@ -236,7 +336,8 @@ class Client:
         if run is not None:
             client._begin(run)
             client._next = run["next"]
-            client._sum = secure_sum.SecureSum.restore(FixedPoint(*run["coding"]), run["sum"])
+            side = dropouts.Member if run["survives"] else secure_sum.SecureSum
+            client._sum = side.restore(FixedPoint(*run["coding"]), run["sum"])
             values = list(client._graph.numbers())
             known = {values[number]: tensor.to(client._device) for number, tensor in run["known"].items()}
             client._known.update(known)
@@ -254,13 +355,32 @@ class Client:
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
             raise InvalidArgument(f"a message with {', '.join(map(str, message)) or 'nothing'}: none that run_on sends")
         if message["what"] == "open":
-            return messages.write(messages.key(self._open(message)))
-        return messages.write(messages.masked(self._round(message), self._sum.coding, self._sum.index))
+            return messages.write(self._open(message))
+        if self._graph is None or message["session"] != self._session:
+            raise InvalidArgument(f"{message['what']} of another run: a client answers one run at a time")
+        side = self._sum
+        if message["what"] == "round" and side.index in message.get("alive", [side.index]):
+            return messages.write(messages.masked(self._round(message), side.coding, side.index))
+        if not isinstance(side, dropouts.Member):
+            raise InvalidArgument(f"{message['what']} in a run whose clients must all answer")
+        if message["what"] == "share":
+            shares = side.share(message["keys"], self._session)
+            return messages.write({"index": side.index, "shares": shares})
+        if message["what"] == "reveal" and side.index in message["survivors"]:
+            return messages.write(
+                {"index": side.index, "revealed": side.reveal(message["number"], message["survivors"])}
+            )
+        return messages.write({"index": side.index})  # it counts as one that has dropped out
 
-    def _open(self, message: dict[str, Any]) -> bytes:
+    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._begin(message)
-        self._sum = secure_sum.SecureSum(FixedPoint(*message["coding"]))
-        return self._sum.public_key
+        coding = FixedPoint(*message["coding"])
+        self._sum: secure_sum.SecureSum | dropouts.Member
+        if "threshold" in message:
+            self._sum = dropouts.Member(coding, len(self._turns), message["threshold"])
+            return {"keys": self._sum.public_keys}
+        self._sum = secure_sum.SecureSum(coding)
+        return messages.key(self._sum.public_key)
 
     def _begin(self, run: dict[str, Any]) -> None:
         graph, turns = from_bytes(run["graph"]), [Turn(*numbers) for numbers in run["turns"]]
@@ -281,12 +401,14 @@ class Client:
 
     def _round(self, message: dict[str, Any]) -> torch.Tensor:
         graph, number = self._graph, message["number"]
-        if graph is None or message["session"] != self._session or number != self._next or number >= len(self._turns):
+        if graph is None or number != self._next or number >= len(self._turns):
             raise InvalidArgument(
                 f"round {number} out of turn: a client answers each round of a run once, in their order"
             )
         self._next += 1
-        if number == 0:
+        if number == 0 and isinstance(self._sum, dropouts.Member):
+            self._sum.receive(message.get("boxes", {}))
+        elif number == 0:
             keys = message.get("keys", [])
             if len(keys) != self._num_clients:
                 raise InvalidArgument(f"{len(keys)} clients take part in a program over {self._num_clients}")
@@ -301,6 +423,8 @@ class Client:
             self._known.update(zip(node.results, self._compute(graph, node), strict=True))
         # A client sends parts of sums, masked.
         parts = [self._known[value][0] for value in graph.outputs[begin.outputs :][: turn.outputs]]
+        if isinstance(self._sum, dropouts.Member):
+            return self._sum.mask(parts, number, message["alive"])
         return self._sum.mask(parts, number)
 
     def _compute(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:

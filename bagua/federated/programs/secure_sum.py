@@ -3,7 +3,7 @@
 Every two clients agree on a seed that the server cannot derive: X25519 over public keys that it passes on. From the
 seed both make the same numbers; one adds them, the other subtracts them, so they cancel in the sum of all clients and
 hide each one's values until then (Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine
-Learning", 2017, without its recovery from clients that drop out: all must answer). Values are in fixed point, for sums
+Learning", 2017). All must answer; dropouts.py has the part for those that drop out. Values are in fixed point, for sums
 in real numbers do not cancel exactly.
 
 A server that follows the protocol learns the sums and nothing else. One that does not could pass on public keys of its
@@ -13,7 +13,7 @@ graphs, or one whose sums are of a single client; against that, let clients answ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from bagua.federated.programs.fixed_point import FixedPoint
 _SEED_BYTES = 32
 
 
-def _cryptography() -> Any:
+def cryptography() -> Any:
     try:
         from cryptography.hazmat.primitives import ciphers, hashes
         from cryptography.hazmat.primitives.asymmetric import x25519
@@ -50,7 +50,7 @@ class SecureSum:
     index: int = field(init=False, default=-1)  # of this client, once it has agreed on seeds
 
     def __post_init__(self) -> None:
-        self._key = _cryptography()[2].X25519PrivateKey.generate()
+        self._key = cryptography()[2].X25519PrivateKey.generate()
 
     @property
     def public_key(self) -> bytes:
@@ -64,7 +64,7 @@ class SecureSum:
     def restore(cls, coding: FixedPoint, state: dict[str, Any]) -> SecureSum:
         """The same side again."""
         restored = cls(coding)
-        restored._key = _cryptography()[2].X25519PrivateKey.from_private_bytes(state["key"])
+        restored._key = cryptography()[2].X25519PrivateKey.from_private_bytes(state["key"])
         restored._seeds, restored.index = dict(state["seeds"]), state["index"]
         return restored
 
@@ -87,7 +87,7 @@ class SecureSum:
             )
         if public_keys.count(self.public_key) != 1 or len(set(public_keys)) != len(public_keys):
             raise InvalidArgument("the public keys of the clients are not one of each, or not this client's among them")
-        _, hashes, x25519, _, hkdf = _cryptography()
+        _, hashes, x25519, _, hkdf = cryptography()
         self.index = list(public_keys).index(self.public_key)
         for index, other in enumerate(public_keys):
             if index != self.index:
@@ -109,20 +109,27 @@ class SecureSum:
         Raises:
             InvalidArgument: a value is out of the range of a sum over so many clients; which, only its cause says.
         """
-        num_clients = len(self._seeds) + 1
-        try:  # on the CPU, where the masks are made
-            codes = torch.cat([encode(self.coding, _real(value), num_clients).reshape(-1).cpu() for value in values])
-        except InvalidArgument as error:
-            coding = self.coding
-            raise InvalidArgument(
-                f"a client's value is out of the range of fixed point, {coding.largest(num_clients):.6g} for a sum of "
-                f"{num_clients} terms modulo 2^{coding.bits} with {coding.fraction_bits} bits behind the point (an "
-                f"integer: {coding.largest_code(num_clients)}): clip the values, or give more bits"
-            ) from error
+        codes = codes_of(self.coding, values, len(self._seeds) + 1)
         for other, seed in self._seeds.items():
-            numbers = _numbers(seed, number, codes.numel())
+            numbers = numbers_of(seed, number, codes.numel())
             codes = codes + numbers if self.index < other else codes - numbers
         return self.coding.wrap(codes)
+
+
+def codes_of(coding: FixedPoint, values: Sequence[torch.Tensor], num_clients: int) -> torch.Tensor:
+    """The codes of values, one after the other, on the CPU, where the masks are made.
+
+    Raises:
+        InvalidArgument: a value is out of the range of a sum over so many clients; which, only its cause says.
+    """
+    try:
+        return torch.cat([encode(coding, _real(value), num_clients).reshape(-1).cpu() for value in values])
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"a client's value is out of the range of fixed point, {coding.largest(num_clients):.6g} for a sum of "
+            f"{num_clients} terms modulo 2^{coding.bits} with {coding.fraction_bits} bits behind the point (an "
+            f"integer: {coding.largest_code(num_clients)}): clip the values, or give more bits"
+        ) from error
 
 
 def add_up(coding: FixedPoint, masked: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -135,17 +142,26 @@ def add_up(coding: FixedPoint, masked: Sequence[torch.Tensor], likes: Sequence[t
     Raises:
         InvalidArgument: masked values of another number than these.
     """
-    likes = [torch.empty(like.shape, dtype=like.dtype) for like in likes]
-    sizes = [_real(like).numel() for like in likes]
-    expected = (coding.packed_bytes(sum(sizes)),)
-    for index, one in enumerate(masked):
+    return sums_of(coding, added_codes(coding, dict(enumerate(masked)), likes), likes)
+
+
+def added_codes(coding: FixedPoint, masked: Mapping[int, Any], likes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of packed codes, by client, modulo 2^bits. Raises InvalidArgument for any that are not as many."""
+    numel = sum(_real(torch.empty(like.shape, dtype=like.dtype, device="meta")).numel() for like in likes)
+    expected = (coding.packed_bytes(numel),)
+    total = torch.zeros(numel, dtype=torch.int64, device="cpu")
+    for index, one in masked.items():
         if not isinstance(one, torch.Tensor) or one.dtype != torch.uint8 or tuple(one.shape) != expected:
             got = f"{one.dtype} {list(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__
             raise InvalidArgument(f"client {index} sent {got} for a sum, expected uint8 {list(expected)}")
-    total = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
-    for one in masked:
-        total = coding.wrap(total + coding.unpack(one, sum(sizes)))
-    parts = total.split(sizes)
+        total = coding.wrap(total + coding.unpack(one, numel))
+    return total
+
+
+def sums_of(coding: FixedPoint, total: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values that added codes stand for, in tensors like these."""
+    likes = [torch.empty(like.shape, dtype=like.dtype, device="cpu") for like in likes]
+    parts = coding.wrap(total).split([_real(like).numel() for like in likes])
     sums = [decode(coding, part.reshape(_real(x).shape), _real(x)) for part, x in zip(parts, likes, strict=True)]
     return [torch.view_as_complex(s) if x.is_complex() else s for s, x in zip(sums, likes, strict=True)]
 
@@ -176,9 +192,9 @@ def decode(coding: FixedPoint, codes: torch.Tensor, like: torch.Tensor) -> torch
     return (coding.wrap(codes + half) - half).to(like.dtype)
 
 
-def _numbers(seed: bytes, number: int, count: int) -> torch.Tensor:
+def numbers_of(seed: bytes, number: int, count: int) -> torch.Tensor:
     """Uniform int64, the same for the same seed and number."""
-    ciphers, _, _, algorithms, _ = _cryptography()
+    ciphers, _, _, algorithms, _ = cryptography()
     nonce = (0).to_bytes(4, "little") + number.to_bytes(12, "little")  # of ChaCha20: the block counter, then the nonce
     stream = ciphers.Cipher(algorithms.ChaCha20(seed, nonce), mode=None).encryptor().update(bytes(8 * count))
     return torch.frombuffer(bytearray(stream), dtype=torch.int64) if count else torch.zeros(0, dtype=torch.int64)

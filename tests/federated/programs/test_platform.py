@@ -281,7 +281,7 @@ def test_masks_of_two_sums_differ():
 
 def test_masks_are_those_of_the_seed_s_stream_by_hand():
     """The numbers are ChaCha20's, 8 bytes each, so that other implementations can take part."""
-    numbers = secure_sum._numbers(bytes(range(32)), 7, 3)
+    numbers = secure_sum.numbers_of(bytes(range(32)), 7, 3)
     state = [int.from_bytes(b"expand 32-byte k"[i : i + 4], "little") for i in range(0, 16, 4)]
     state += [int.from_bytes(bytes(range(32))[i : i + 4], "little") for i in range(0, 32, 4)] + [0, 7, 0, 0]
     stream = b"".join(word.to_bytes(4, "little") for word in chacha_block(state))
