@@ -10,6 +10,7 @@ if not is_torch_at_least(2, 9):  # older ones trace other operators, and fail un
     raise ImportError(f"bagua.federated needs torch 2.9 or later, but this is torch {torch.__version__}")
 
 from bagua.federated.library import aggregators, metrics, optimizers, partition, privacy, sampling, simulation
+from bagua.federated.library.aggregators import gather
 from bagua.federated.library.clients import ClientStore
 from bagua.federated.library.simulation import Availability, Simulation
 from bagua.federated.programs.fixed_point import FixedPoint
@@ -41,6 +42,7 @@ __all__ = [
     "broadcast",
     "copy_to_group",
     "cost_of",
+    "gather",
     "local_slice",
     "map_fn",
     "map_reduce",

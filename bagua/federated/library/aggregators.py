@@ -461,6 +461,46 @@ class Mean(Step):
         return pytree.tree_map(lambda leaf: divided(leaf, total), value), state
 
 
+# ---- all of them
+
+
+def gather(value: Tree, *, placement: str | None = None) -> Tree:
+    """All clients' values as the server's: for figures of each client, or a reduction of your own.
+
+    It is not compatible with secure aggregation, and sends n times as much as a sum, in a collective for integers and
+    one for what has derivatives, which are exact.
+
+    Args:
+        value: placed values, ``[num_local, ...]`` each.
+        placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+    Returns:
+        ``[n, ...]`` of the same structure and dtypes, in the order of the clients, equal on all ranks.
+
+    Raises:
+        InvalidArgument: a value is not placed, or the program is traced: its clients' values stay with them.
+
+    Example:
+        >>> import torch
+        >>> from bagua import federated
+        >>> program = federated.program(lambda x: federated.gather(x), clients=3)
+        >>> program(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([1., 2., 3.])
+    """
+    clients = current(placement, "gather")
+    if tracing():
+        raise InvalidArgument("gather in a traced program, whose clients' values stay with them: use a sum")
+    names, leaves, structure = flatten_named(check_placed(value, clients, "gather"))
+    for has_derivatives in (True, False):
+        chosen = [
+            i for i, leaf in enumerate(leaves) if (leaf.is_floating_point() or leaf.is_complex()) == has_derivatives
+        ]
+        found = gathered([leaves[i] for i in chosen], clients.key, [names[i] for i in chosen]) if chosen else []
+        for index, everyone in zip(chosen, found, strict=True):
+            leaves[index] = everyone
+    return pytree.tree_unflatten(leaves, structure)
+
+
 # ---- the chain
 
 

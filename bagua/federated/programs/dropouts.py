@@ -167,7 +167,7 @@ class Member:
                 raise InvalidArgument(f"the share of client {other} is not what it has encrypted") from None
 
     def mask(self, values: Sequence[torch.Tensor], number: int, alive: Sequence[int]) -> torch.Tensor:
-        """What the server may see of this client's values, as of ``SecureSum.mask``.
+        """Returns what the server may see of this client's values, as ``SecureSum.mask`` does.
 
         Args:
             number: of the sum, another for each.

@@ -126,6 +126,43 @@ def test_mistakes(make, message):
         make()
 
 
+# --- gather
+
+
+def gathered_on_ranks(rank, world_size, num_local):
+    with process_group():
+        mine = federated.local_slice(6, num_local=num_local)
+        rows = {"a": ROWS.nan_to_num(1.0, 2.0)[mine], "n": torch.arange(6)[mine]}
+
+        @federated.program(clients=6, num_local=num_local)
+        def program(x):
+            values = federated.map_fn(lambda x, row: (x * row).sin(), (federated.broadcast(x), rows["a"]))
+            everyone = federated.gather({"values": values, "n": rows["n"]})
+            return everyone, (everyone["values"] * torch.arange(6.0)[:, None]).sum()
+
+        x = torch.tensor([0.3, -0.2])
+        return program(x)[0], grad(lambda x: program(x)[1])(x), jvp(lambda x: program(x)[1], (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("split", [(3, 3), (4, 0, 2)], ids=str)
+def test_gathered_values_and_their_derivatives(pools, split):
+    x, rows = torch.tensor([0.3, -0.2]), ROWS.nan_to_num(1.0, 2.0)
+
+    def in_a_loop(x):
+        return sum(client * (x * rows[client]).sin().sum() for client in range(6))
+
+    for everyone, gradient, tangent in pools[len(split)].run(gathered_on_ranks, args=(split,)):
+        assert everyone["n"].tolist() == list(range(6))
+        torch.testing.assert_close(everyone["values"], torch.stack([(x * row).sin() for row in rows]))
+        torch.testing.assert_close(gradient, grad(in_a_loop)(x))
+        torch.testing.assert_close(tangent, jvp(in_a_loop, (x,), (x,))[1])
+
+
+def test_what_isolated_clients_have_is_not_gathered():
+    with pytest.raises(InvalidArgument, match="gather in a traced program, whose clients' values stay with them"):
+        federated.trace(federated.program(lambda x: federated.gather(x).sum(), clients=3), torch.ones(3))
+
+
 # --- map_reduce
 
 
