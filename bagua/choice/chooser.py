@@ -190,7 +190,7 @@ class Chooser:
 
     def _chosen(self) -> Course[Choice]:
         yield
-        self._cost_s = 0.0
+        self._cost_s, self._is_asked = 0.0, False
         self._switch(self._base)
         yield from self._steps(_WARM_UP_STEPS)
         recorded = yield from self._recorded()

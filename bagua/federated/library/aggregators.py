@@ -105,7 +105,7 @@ class Filter(Step):
 
 @dataclasses.dataclass(frozen=True)
 class Finite(Filter):
-    """Leaves out clients that have NaN or an infinity anywhere, so that the server never gets one of theirs."""
+    """Leaves out clients whose value has NaN or an infinity anywhere, so that no such value reaches the server."""
 
     def passes(self, value: Tree, clients: Placement) -> torch.Tensor:
         def is_finite(value: Tree) -> torch.Tensor:

@@ -7,6 +7,7 @@ is killed at any time leaves what that checkpoint needs.
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,12 @@ class ClientStore:
             raise InvalidArgument("a client's row has no tensor: leave the store out")
         self.initial = initial
         self._leaves = [leaf.detach() for leaf in leaves]
+        digest = hashlib.sha256(b"".join(map(_bytes_of, self._leaves))).hexdigest()[:16]
+        described = ", ".join(
+            f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}".strip()
+            for path, leaf in pytree.tree_flatten_with_path(initial)[0]
+        )
+        self.kind = f"rows of {described}, at first with digest {digest}"  # equal on all ranks
         self._sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
         self._first = b"".join(_bytes_of(leaf) for leaf in leaves)
         self.folder = None if folder is None else Path(folder)
@@ -88,34 +95,40 @@ class ClientStore:
         """Goes on with the rows as they were after ``round`` rounds, of files of so many ranks.
 
         Raises:
-            InvalidArgument: a file is missing, or is none.
+            InvalidArgument: a file is missing or is none, or its rows have gone on to a later checkpoint.
         """
         assert self.folder is not None
-        paths = [_path(self.folder, one, saved_ranks) for one in range(saved_ranks)]
+        is_same = saved_ranks == num_ranks
+        paths = [_path(self.folder, one, saved_ranks) for one in ([rank] if is_same else range(saved_ranks))]
         if missing := next((path for path in paths if not path.exists()), None):
-            raise InvalidArgument(f"{missing} is missing: each rank reads the rows of all, so copy them to every host")
+            others = "" if is_same else "; on another number of ranks each reads the files of all"
+            raise InvalidArgument(f"{missing} is missing: copy it to this host{others}")
         try:
-            if saved_ranks == num_ranks:
+            for path in paths:
+                _check_round(path, round)
+            if is_same:
                 self._close()
                 self._rank, self._num_ranks = rank, num_ranks
-                self._file = sqlite3.connect(paths[rank])
+                self._file = sqlite3.connect(paths[0])
                 with self._file:
                     self._file.execute("DELETE FROM rows WHERE round > ?", (round,))
                 return
-            found = []
+            self.create(rank, num_ranks)
+            assert self._file is not None
             for path in paths:
-                other = sqlite3.connect(path)
-                found += other.execute(
-                    "SELECT client, MAX(round), data FROM rows WHERE round <= ? AND client % ? = ? GROUP BY client",
-                    (round, num_ranks, rank),
-                ).fetchall()
-                other.close()
+                self._file.execute("ATTACH ? AS saved", (str(path),))
+                with self._file:
+                    self._file.execute(
+                        "INSERT INTO rows SELECT client, MAX(round), data FROM saved.rows "
+                        "WHERE round <= ? AND client % ? = ? GROUP BY client",
+                        (round, num_ranks, rank),
+                    )
+                self._file.execute("DETACH saved")
+            self._keep_round(round)
         except sqlite3.Error as error:
             raise InvalidArgument(
                 f"the rows in {self.folder} cannot be read ({error}): give those of the checkpoint"
             ) from error
-        self.create(rank, num_ranks)
-        self._write(found)
 
     def read(self, group: ProcessGroup | None, cohort: Sequence[int], parts: Sequence[slice]) -> Tree:
         """Returns ``[num_local, ...]``: the rows of this rank's clients of a cohort; collective.
@@ -123,7 +136,13 @@ class ClientStore:
         Args:
             parts: each rank's part of the cohort.
         """
-        return self._placed(self._moved(group, cohort, parts, self._own_rows(cohort, parts)))
+        by_owner, to_owners, owned = self._moves(cohort, parts)
+        found = _exchanged(
+            group, self._stored([client for part in owned for client in part]), list(map(len, owned)), to_owners
+        )
+        rows = torch.empty_like(found)
+        rows[by_owner] = found
+        return self._placed(rows)
 
     def write(
         self,
@@ -139,24 +158,25 @@ class ClientStore:
         Args:
             rows: of this rank's clients, as ``check`` has let pass.
         """
-        packed = self._packed(rows)
-        mine = cohort[parts[self._rank]]
-        by_owner = sorted(range(len(mine)), key=lambda place: mine[place] % self._num_ranks)
-        sends = [sum(client % self._num_ranks == owner for client in mine) for owner in range(self._num_ranks)]
-        owned = [
-            (client, is_there)
-            for part in parts
-            for client, is_there in zip(cohort[part], takes_part[part], strict=True)
-            if client % self._num_ranks == self._rank
-        ]
-        receives = [sum(client % self._num_ranks == self._rank for client in cohort[part]) for part in parts]
-        found = _exchanged(group, packed[by_owner], sends, receives)
+        by_owner, to_owners, owned = self._moves(cohort, parts)
+        found = _exchanged(group, self._packed(rows)[by_owner], to_owners, list(map(len, owned)))
+        there = {client for client, is_there in zip(cohort, takes_part, strict=True) if is_there}
+        clients = [client for part in owned for client in part]
         kept = [
-            (client, round, found[place].numpy().tobytes())
-            for place, (client, is_there) in enumerate(owned)
-            if is_there
+            (client, round, row.numpy().tobytes())
+            for client, row in zip(clients, found, strict=True)
+            if client in there
         ]
         self._write(kept)
+
+    def _moves(self, cohort: Sequence[int], parts: Sequence[slice]) -> tuple[list[int], list[int], list[list[int]]]:
+        """Returns the places of this rank's clients in the order of their owners, how many each owner has of them, and
+        the clients that this rank owns by the rank where they run."""
+        here = cohort[parts[self._rank]]
+        by_owner = sorted(range(len(here)), key=lambda place: here[place] % self._num_ranks)
+        to_owners = [sum(client % self._num_ranks == owner for client in here) for owner in range(self._num_ranks)]
+        owned = [[client for client in cohort[part] if client % self._num_ranks == self._rank] for part in parts]
+        return by_owner, to_owners, owned
 
     def check(self, rows: Tree, num_local: int) -> None:
         """Raises InvalidArgument unless these are rows of so many clients."""
@@ -179,9 +199,15 @@ class ClientStore:
                 "AND newer.round > rows.round AND newer.round <= ?)",
                 (round,),
             )
+        self._keep_round(round)
         for path in self.folder.glob("clients.*.sqlite"):
             if not path.name.endswith(f".of.{self._num_ranks}.sqlite"):
                 path.unlink(missing_ok=True)
+
+    def _keep_round(self, round: int) -> None:
+        """Notes that rows of earlier rounds may be gone."""
+        assert self._file is not None
+        self._file.execute(f"PRAGMA user_version = {int(round)}")
 
     # --- for programs
 
@@ -198,24 +224,6 @@ class ClientStore:
         return self._placed(self._stored(numbers))
 
     # --- bytes
-
-    def _own_rows(self, cohort: Sequence[int], parts: Sequence[slice]) -> torch.Tensor:
-        """Returns the rows that this rank owns and others run, rank by rank."""
-        return self._stored(
-            [client for part in parts for client in cohort[part] if client % self._num_ranks == self._rank]
-        )
-
-    def _moved(
-        self, group: ProcessGroup | None, cohort: Sequence[int], parts: Sequence[slice], own: torch.Tensor
-    ) -> torch.Tensor:
-        mine = cohort[parts[self._rank]]
-        sends = [sum(client % self._num_ranks == self._rank for client in cohort[part]) for part in parts]
-        by_owner = sorted(range(len(mine)), key=lambda place: mine[place] % self._num_ranks)
-        receives = [sum(client % self._num_ranks == owner for client in mine) for owner in range(self._num_ranks)]
-        found = _exchanged(group, own, sends, receives)
-        rows = torch.empty_like(found)
-        rows[by_owner] = found
-        return rows
 
     def _stored(self, clients: Sequence[int]) -> torch.Tensor:
         if self._file is None:
@@ -267,6 +275,20 @@ class ClientStore:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _check_round(path: Path, round: int) -> None:
+    file = sqlite3.connect(path)
+    try:
+        (kept,) = file.execute("PRAGMA user_version").fetchone()
+        file.execute("SELECT 1 FROM rows LIMIT 1").fetchone()
+    finally:
+        file.close()
+    if kept > round:
+        raise InvalidArgument(
+            f"the rows in {path} have gone on to a checkpoint after {kept} rounds, and those after {round} are gone: "
+            "load that one, or keep a copy of the folder with each checkpoint"
+        )
 
 
 def _path(folder: Path, rank: int, num_ranks: int) -> Path:

@@ -193,6 +193,7 @@ class Simulation:
         self._is_first = self._group is None or self._group.rank == 0
         self._mine = local_slice(cohort, group=group, num_local=num_local)
         self._clients, self._has_rows = clients, False
+        self._is_checked = False  # the state, after the first round that did something
         self._parts: list[slice] = []  # of a cohort, by rank
         self._writer, self._name = writer, name
         self._shows_progress = self._is_first and (sys.stderr.isatty() if progress is None else progress)
@@ -214,6 +215,7 @@ class Simulation:
         if checkpoint is not None:
             self._check_kept()
         found = []
+        self._open_rows()
         while self.round < rounds and self._may_spend():
             begin = time.monotonic()
             figures = self._run_one()
@@ -223,7 +225,8 @@ class Simulation:
                 dashboards.add_figures(figures, self._writer, self.round - 1, self._name)
             if self._shows_progress:
                 self._show(rounds)
-            if checkpoint is not None and (self.round % every == 0 or self.round == rounds):
+            is_last = self.round == rounds or not self._may_spend()
+            if checkpoint is not None and (self.round % every == 0 or is_last):
                 self.save(checkpoint)
         return found
 
@@ -266,29 +269,33 @@ class Simulation:
             if self._clients is not None:
                 result = self._without_rows(self._clients, result, round)
             self.state, figures = result
-            if self.round == 0:
+            if not self._is_checked:
                 self._check_equal()
+                self._is_checked = True
         self.round += 1
         counted = {"participants": float(round.participants)}
         if self._budget is not None:
             counted["epsilon"] = self._budget.spent(self.round)
         return {**{name: _number(name, x) for name, x in figures.items()}, **counted}
 
+    def _open_rows(self) -> None:
+        """Begins with the first rows of clients, unless rows were loaded; collective."""
+        clients, group = self._clients, self._group
+        if clients is None or self._has_rows:
+            return
+        rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
+        self._agree(lambda: (clients.check_new(), {"a client's first row": clients.kind}))
+        self._agree(lambda: (clients.create(rank, num_ranks), {}))
+        self._has_rows = True
+
     def _with_rows(self, round: Round) -> Round:
         if self._clients is None:
             return round
-        group = self._group
-        if not self._has_rows:
-            rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
-            clients = self._clients
-            self._agree(lambda: (clients.check_new(), {"a client's first row": repr(_kinds(clients.initial))}))
-            self._agree(lambda: (clients.create(rank, num_ranks), {}))
-            self._has_rows = True
         if not self._parts:
             ends = (self._mine.start, self._mine.stop)
-            everyone = [ends] if group is None else group.all_gather_plain(ends)
+            everyone = [ends] if self._group is None else self._group.all_gather_plain(ends)
             self._parts = [slice(*one) for one in everyone]
-        rows = self._clients.read(group, round.cohort.tolist(), self._parts)
+        rows = self._clients.read(self._group, round.cohort.tolist(), self._parts)
         return round._replace(client_state=rows)
 
     def _without_rows(self, clients: ClientStore, result: Any, round: Round) -> tuple[State, Mapping[str, Any]]:
@@ -310,18 +317,22 @@ class Simulation:
         return state, figures
 
     def _check_equal(self) -> None:
-        """Raises on all ranks if the state differs between them after the first round."""
+        """Raises on all ranks if the state differs between them after a round."""
         if self._group is None or self._group.size == 1:
             return
-        leaves = pytree.tree_flatten_with_path(self.state)[0]
-        described = _described([leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)])
-        paths = [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def describe() -> tuple[None, dict[str, str]]:
+            found = {}
+            for path, leaf in pytree.tree_flatten_with_path(self.state)[0]:
+                (described,) = _described([leaf]).values()
+                found[f"the state{pytree.keystr(path)} after a round"] = described
+            return None, found
+
         remedy = (
             "the state is the server's, equal on all ranks; keep what clients have in clients=ClientStore(...), or "
             "make it the server's by a reduction"
         )
-        named = {f"the state{path} after a round": value for path, value in zip(paths, described.values(), strict=True)}
-        consensus.agree(self._group, lambda: (None, named), remedy)
+        consensus.agree(self._group, describe, remedy)
 
     def _check_kept(self) -> None:
         if self._clients is not None and self._clients.folder is None:
@@ -346,14 +357,16 @@ class Simulation:
                 says.
         """
         self._check_kept()
+        self._open_rows()
         leaves, structure = pytree.tree_flatten(self.state)
         # To be read on any machine, by ranks with any device.
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._agree(lambda: (None, {"the round": self.round, **_described(leaves)}))
         content = {"round": self.round, "job": self._job, "leaves": leaves, "structure": str(structure)}
         content["began"] = self._began
-        if self._clients is not None and self._has_rows:
-            content["clients"] = 1 if self._group is None else self._group.size
+        if self._clients is not None:
+            content["clients"] = {"ranks": 1 if self._group is None else self._group.size, "row": self._clients.kind}
+        content["noise_multiplier"] = None if self._budget is None else self._budget.noise_multiplier
 
         def write() -> tuple[None, dict[str, Any]]:
             if self._is_first:
@@ -367,7 +380,7 @@ class Simulation:
             return None, {}
 
         self._agree(write)
-        if self._clients is not None and self._has_rows:
+        if self._clients is not None:
             self._clients.forget(self.round)
 
     def load(self, path: str | Path) -> None:
@@ -379,6 +392,8 @@ class Simulation:
                 structure, or began with tensors of other shapes or dtypes. On the others, where rank 0 cannot read it:
                 it raises what the system says.
         """
+
+        self._check_kept()
 
         def read() -> tuple[bytes, dict[str, Any]]:
             return (Path(path).read_bytes() if self._is_first else b""), {}
@@ -421,18 +436,23 @@ class Simulation:
                         f"the checkpoint {path} is of a simulation {'that began ' if began else ''}with a state"
                         f"{where and ' at '}{where} of {other}, expected {kind}: begin with a state like that one's"
                     )
-            if (self._clients is not None) != ("clients" in content) and content["round"]:
-                has, ours = ("no", "a ClientStore") if self._clients is not None else ("clients'", "none")
+            filed_rows = content.get("clients", {}).get("row", "no rows")
+            rows = "no rows" if self._clients is None else self._clients.kind
+            if filed_rows != rows:
+                raise InvalidArgument(f"the checkpoint {path} has of clients {filed_rows}, expected {rows}")
+            noise = content.get("noise_multiplier")
+            if self._budget is not None and noise not in (None, self._budget.noise_multiplier):
                 raise InvalidArgument(
-                    f"the checkpoint {path} has {has} rows of clients, but this simulation has {ours}"
+                    f"the checkpoint {path} is of rounds with noise_multiplier={noise}, expected "
+                    f"{self._budget.noise_multiplier}: by that is counted what they have spent"
                 )
             return content, {}
 
         content = self._agree(parse)
-        if self._clients is not None and "clients" in content:
-            clients = self._clients
+        if self._clients is not None:
+            clients, saved_ranks = self._clients, content["clients"]["ranks"]
             rank, num_ranks = (0, 1) if self._group is None else (self._group.rank, self._group.size)
-            self._agree(lambda: (clients.load(rank, num_ranks, content["clients"], content["round"]), {}))
+            self._agree(lambda: (clients.load(rank, num_ranks, saved_ranks, content["round"]), {}))
             self._has_rows = True
         before, structure = pytree.tree_flatten(self.state)
         leaves = [
@@ -454,8 +474,8 @@ def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
     if not isinstance(content, dict):
         return False
     round, of_job, leaves = (content.get(name) for name in ("round", "job", "leaves"))
-    num_ranks = content.get("clients", 1)
-    if not isinstance(num_ranks, int) or num_ranks < 1:
+    rows = content.get("clients", {"ranks": 1, "row": ""})
+    if not isinstance(rows, dict) or not isinstance(rows.get("ranks"), int) or not isinstance(rows.get("row"), str):
         return False
     is_round = isinstance(round, int) and not isinstance(round, bool) and round >= 0
     is_job = isinstance(of_job, dict) and {*job} <= of_job.keys()

@@ -10,6 +10,7 @@ others share with it can. Of no client they reveal both. Keys and seeds are othe
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,16 +65,21 @@ def _public(secret: bytes) -> bytes:
     return cryptography()[2].X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
+def _digest(seed: bytes) -> bytes:
+    return hashlib.sha256(seed).digest()
+
+
 def check_threshold(threshold: int, num_clients: int) -> None:
-    """Raises InvalidArgument unless more than half of the clients are needed: two sets of that many have one in
-    common, so the server cannot have both secrets of a client revealed to it by different ones."""
-    if (
-        isinstance(threshold, bool)
-        or not isinstance(threshold, int)
-        or not num_clients < 2 * threshold <= 2 * num_clients
-    ):
+    """Raises InvalidArgument unless more than two thirds of the clients, of two at least, are needed.
+
+    For a server that follows the protocol any number would do. Two sets of more than half have one in common, so that
+    no server has both secrets of a client revealed by different ones; above two thirds it gains little by telling
+    clients different lists of who is left, which they cannot compare.
+    """
+    is_number = isinstance(threshold, int) and not isinstance(threshold, bool)
+    if num_clients < 2 or not is_number or not 2 * num_clients < 3 * threshold <= 3 * num_clients:
         raise InvalidArgument(
-            f"threshold={threshold!r} for {num_clients} clients, expected more than half of them, at most all"
+            f"threshold={threshold!r} for {num_clients} clients, expected more than two thirds of two or more"
         )
 
 
@@ -112,8 +118,8 @@ class Member:
 
     @property
     def public_keys(self) -> list[bytes]:
-        """One for each sum, and the one that shares are encrypted for."""
-        return [_public(key) for key in (*self._keys, self._box_key)]
+        """One for each sum, the digest of a seed for each, and the one that shares are encrypted for."""
+        return [*map(_public, self._keys), *map(_digest, self._seeds), _public(self._box_key)]
 
     def share(self, everyone: Sequence[Sequence[bytes]], session: bytes) -> list[bytes]:
         """The shares of its secrets, encrypted for each client.
@@ -126,6 +132,8 @@ class Member:
             InvalidArgument: keys that are not this client's once, or not as many as its own; a threshold that is not
                 more than half.
         """
+        if self.index >= 0:
+            raise InvalidArgument("shares of this client's secrets for a second time: it gives them once in a run")
         own = self.public_keys
         keys = [list(one) for one in everyone]
         flat = [key for one in keys for key in one]
@@ -252,20 +260,18 @@ def add_up(
         InvalidArgument: masked values of another number than these, or shares that are none.
     """
     total = added_codes(coding, masked, likes)
-    numel = total.numel()
+    numel, num_sums = total.numel(), len(keys[0]) // 2
     for client in alive:
-        shares = {index: one.get(client, b"") for index, one in revealed.items()}
-        if any(not isinstance(share, bytes) or len(share) != _SEED_BYTES for share in shares.values()):
-            odd = next(
-                index for index, share in shares.items() if not isinstance(share, bytes) or len(share) != _SEED_BYTES
-            )
+        shares = {index: one.get(client) for index, one in revealed.items()}
+        odd = next((i for i, one in shares.items() if not isinstance(one, bytes) or len(one) != _SEED_BYTES), None)
+        if odd is not None:
             raise InvalidArgument(f"client {odd} has revealed no share of client {client}")
-        secret = _combined(shares, threshold)
-        if client in masked:
+        secret, is_there = _combined(shares, threshold), client in masked
+        if (_digest if is_there else _public)(secret) != keys[client][number + num_sums * is_there]:
+            raise InvalidArgument(f"the shares of a secret of client {client} do not give it: not all are its own")
+        if is_there:
             total = total - numbers_of(secret, number, numel)
             continue
-        if _public(secret) != keys[client][number]:
-            raise InvalidArgument(f"the shares of client {client}'s key do not give it: not all are what it has shared")
         for other in masked:
             numbers = numbers_of(_pair_seed(secret, keys[other][number], session), number, numel)
             total = total - numbers if other < client else total + numbers

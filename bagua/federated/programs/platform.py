@@ -51,10 +51,10 @@ class Platform(ABC):
         """Gives the request to all clients.
 
         Returns:
-            Their replies, one of each, in any order.
+            Their replies, one of each, in any order. In a run with a threshold some may be missing.
 
         Raises:
-            Exception: a client did not reply; the run ends with it, since no sum can be had without all.
+            Exception: a client did not reply; the run ends with it. Where all must answer no sum can be had without.
         """
 
 
@@ -94,7 +94,8 @@ def run_on(
         platform: that carries what is sent; as many clients as the graph is over.
         graph: over one placement, of ``federated.trace``.
         coding: of the sums; None: FixedPoint(), of 62 bits with 32 behind the point.
-        threshold: how many clients are enough, more than half of them; the others may drop out at any point, for good.
+        threshold: how many clients are enough, more than two thirds; the others may drop out at any point, for good, on
+            a platform that then returns the replies that came (Flower's ends the run).
             A sum then is of those whose values came, and a mean is their mean; numbers of clients that the graph has
             computed with, as in the derivative of a mean, stay. It takes an exchange more in all, and one per round.
             None: all must answer.

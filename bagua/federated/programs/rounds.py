@@ -162,8 +162,9 @@ def cost_of(graph: Graph, *, coding: FixedPoint | None = None) -> Cost:
     """Rounds and bytes of a graph.
 
     Args:
-        coding: the bytes are what ``run_on`` with it sends and gets in all: sums in these bits, with the graph and the
-            keys in the first round. None: those of the values in their own dtypes.
+        coding: the bytes are what ``run_on`` with it, and without a threshold, sends and gets in all: sums in these
+            bits, with the graph and the keys in the first round; up from the last client, whose number may have more
+            digits than others'. None: those of the values in their own dtypes.
     """
     rounds, _ = rounds_of(graph)
     if coding is None:

@@ -73,7 +73,8 @@ def map_reduce(
         arguments: as of ``map_fn``.
         reduce: "mean", "sum", or "weighted_mean" of a function that returns a pair: a value, and its weight ``[]``;
             that is ``reduce_weighted_mean`` of the two.
-        mask: ``[num_local]`` of bools: who takes part, as of ``reduce_weighted_mean``; None: all.
+        mask: ``[num_local]`` of bools: who takes part; None: all. As of ``reduce_weighted_mean``, the derivative of a
+            client that does not must be finite.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: as of ``map_fn``; backward draws the same numbers again.
         placement: the name of the program whose clients are meant; by default the innermost that runs.

@@ -191,17 +191,51 @@ def test_rows_and_checkpoints_that_do_not_belong_together(tmp_path):
         seed=SEED,
         availability=AVAILABILITY,
     )
-    with pytest.raises(InvalidArgument, match="has clients' rows of clients, but this simulation has none"):
+    with pytest.raises(InvalidArgument, match="run has of clients rows of .*bfloat16 .*, expected no rows"):
         without.load(tmp_path / "run")
     without.run(2, checkpoint=tmp_path / "without")
-    with pytest.raises(InvalidArgument, match="has no rows of clients, but this simulation has a ClientStore"):
+    with pytest.raises(InvalidArgument, match="without has of clients no rows, expected rows of "):
         simulation(tmp_path)[0].load(tmp_path / "without")
     (tmp_path / "clients.0.of.1.sqlite").write_bytes(b"no database, but longer than its header would be" * 100)
     with pytest.raises(InvalidArgument, match="cannot be read .*give those of the checkpoint"):
         simulation(tmp_path)[0].load(tmp_path / "run")
     (tmp_path / "clients.0.of.1.sqlite").unlink()
-    with pytest.raises(InvalidArgument, match="is missing: each rank reads the rows of all"):
+    with pytest.raises(InvalidArgument, match="clients.0.of.1.sqlite is missing: copy it to this host"):
         simulation(tmp_path)[0].load(tmp_path / "run")
+
+
+def test_rows_of_another_kind_are_refused(tmp_path):
+    run, _ = simulation(tmp_path)
+    run.run(2, checkpoint=tmp_path / "run")
+    for name, leaf in (("rounds", torch.tensor(0.0)), ("head", torch.zeros(3, 2, dtype=torch.bfloat16))):
+        other, _ = simulation(tmp_path)
+        other._clients = ClientStore({**INITIAL, name: leaf}, tmp_path)
+        with pytest.raises(InvalidArgument, match="run has of clients rows of"):
+            other.load(tmp_path / "run")
+    with pytest.raises(InvalidArgument, match="give ClientStore a folder"):
+        simulation(None)[0].load(tmp_path / "run")
+
+
+def test_rows_that_have_gone_on_are_not_those_of_an_earlier_checkpoint(tmp_path):
+    run, _ = simulation(tmp_path)
+    run.run(3, checkpoint=tmp_path / "early")
+    run.run(6, checkpoint=tmp_path / "late", every=3)
+    with pytest.raises(
+        InvalidArgument, match="have gone on to a checkpoint after 6 rounds, and those after 3 are gone"
+    ):
+        simulation(tmp_path)[0].load(tmp_path / "early")
+    again, store = simulation(tmp_path)
+    again.load(tmp_path / "late")
+    check(again, store, 6)
+
+
+def test_a_checkpoint_before_anybody_took_part(tmp_path):
+    job = {"population": POPULATION, "cohort": COHORT, "seed": SEED, "availability": Availability(dropout=1.0)}
+    run = Simulation(step, torch.zeros(()), clients=ClientStore(INITIAL, tmp_path), **job)
+    run.run(1, checkpoint=tmp_path / "run")
+    other = Simulation(step, torch.zeros(()), clients=ClientStore(INITIAL, tmp_path), **job)
+    other.load(tmp_path / "run")
+    assert other.round == 1
 
 
 def keeps_placed(rank, world_size):

@@ -180,17 +180,23 @@ def test_epsilon_is_the_librarys():
 
 
 @pytest.mark.needs("dp_accounting")
-def test_a_simulation_ends_where_its_budget_is_spent():
+def test_a_simulation_ends_where_its_budget_is_spent(tmp_path):
     job = {"cohort": 2, "population": 10}
     budget = privacy.Budget(noise_multiplier=3.0, delta=1e-5, epsilon=6.0, **job)
     run = federated.Simulation(lambda state, round: (state, {}), torch.zeros(()), seed=1, budget=budget, **job)
-    figures = run.run(1000)
+    figures = run.run(1000, checkpoint=tmp_path / "run", every=7)
     num_rounds = budget.rounds()
     assert 1 < num_rounds < 1000
     assert len(figures) == run.round == num_rounds
     assert [one["epsilon"] for one in figures] == [budget.spent(index + 1) for index in range(num_rounds)]
     assert figures[-1]["epsilon"] <= 6.0 < budget.spent(num_rounds + 1)
     assert run.run(2000) == []
+    again = federated.Simulation(lambda state, round: (state, {}), torch.zeros(()), seed=1, budget=budget, **job)
+    again.load(tmp_path / "run")
+    assert again.round == num_rounds
+    again._budget = privacy.Budget(noise_multiplier=4.0, delta=1e-5, **job)
+    with pytest.raises(InvalidArgument, match="of rounds with noise_multiplier=3.0, expected 4.0"):
+        again.load(tmp_path / "run")
     with pytest.raises(InvalidArgument, match="a budget of cohorts of 2 of 10 clients, but cohort=3"):
         federated.Simulation(
             lambda state, round: (state, {}), torch.zeros(()), seed=1, budget=budget, cohort=3, population=10

@@ -13,9 +13,9 @@ from bagua.federated.programs import dropouts, messages
 from bagua.federated.programs.fixed_point import FixedPoint
 
 pytestmark = pytest.mark.needs("Crypto")
-NUM_CLIENTS, THRESHOLD = 5, 3
+NUM_CLIENTS, THRESHOLD = 7, 5
 X = torch.tensor([2.0, -1.0])
-ROWS = torch.arange(10.0).view(5, 2).cos()
+ROWS = torch.arange(14.0).view(7, 2).cos()
 # The exchanges of a run of two rounds.
 KEYS, SHARES, FIRST, FIRST_REVEALED, SECOND, SECOND_REVEALED = range(6)
 
@@ -71,7 +71,7 @@ def check(gone, **options):
 
 
 @pytest.mark.parametrize("exchange", range(SHARES, SECOND_REVEALED + 1))
-@pytest.mark.parametrize("clients", [(0,), (4,), (1, 3)], ids=str)
+@pytest.mark.parametrize("clients", [(0,), (6,), (1, 3)], ids=str)
 def test_at_every_point(clients, exchange):
     check(dict.fromkeys(clients, exchange))
 
@@ -90,7 +90,7 @@ def test_a_client_that_sends_no_keys_is_not_there():
     """The others have the numbers before it and after it."""
     platform = Dropping({2: KEYS})
     total, _ = federated.run_on(platform, GRAPH, threshold=THRESHOLD, x=X)
-    torch.testing.assert_close(total, in_a_loop([0, 1, 3, 4], [0])[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(total, in_a_loop([0, 1, 3, 4, 5, 6], [0])[0], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("exchange", range(SECOND_REVEALED + 1))
@@ -98,13 +98,13 @@ def test_fewer_than_the_threshold_are_too_few(exchange):
     where = ["the exchange of keys", "the exchange of shares"]
     where += [f"{part}round {number}" for number in (0, 1) for part in ("", "the end of ")]
     with pytest.raises(
-        InvalidArgument, match=f"^2 of 5 clients are left after {where[exchange]}, of which 3 are needed"
+        InvalidArgument, match=f"^4 of 7 clients are left after {where[exchange]}, of which 5 are needed"
     ):
         federated.run_on(Dropping(dict.fromkeys((0, 2, 4), exchange)), GRAPH, threshold=THRESHOLD, x=X)
 
 
 def test_the_server_sees_sums_only():
-    """Of zeros it gets numbers that look drawn, of those that drop out too, and shares of one secret of each client."""
+    """Of zeros it gets numbers that look drawn, and shares of one secret of each client: of the seed's, as all sent."""
     coding = FixedPoint(48, 24)
     program = federated.program(lambda y: federated.reduce_sum(y), clients=NUM_CLIENTS)
     graph = federated.trace(program, torch.zeros(NUM_CLIENTS, 3000))
@@ -117,6 +117,12 @@ def test_the_server_sees_sums_only():
         codes = coding.unpack(reply["masked"], 3000)
         ones = torch.stack([(codes >> bit) & 1 for bit in range(48)]).double().mean(1)
         assert float((ones - 0.5).abs().max()) < 5 * 0.5 / 3000**0.5
+    seeds = [client._sum._seeds[0] for client in platform.clients]
+    revealed = [messages.read(reply) for reply in platform.replies[FIRST_REVEALED]]
+    assert [set(reply) for reply in revealed] == [{"index", "revealed"}] * 6
+    for client in range(NUM_CLIENTS):
+        shares = {reply["index"]: reply["revealed"][client] for reply in revealed}
+        assert dropouts._combined(shares, THRESHOLD) == seeds[client]
     # Without the clients' own masks their sum would be zero already.
     total = sum(coding.unpack(reply["masked"], 3000) for reply in masked)
     assert int((coding.wrap(total) != 0).sum()) > 2990
@@ -136,13 +142,13 @@ def test_a_client_reveals_once_and_only_what_the_protocol_needs():
         member.receive(boxes)
         member.mask([torch.zeros(3)], 0, range(NUM_CLIENTS))
     first = members[0]
-    for survivors in ([0, 1], [1, 2, 3], [0, 1, 7]):  # too few, not itself, an unknown one
+    for survivors in ([0, 1, 2, 3], [1, 2, 3, 4, 5], [0, 1, 2, 3, 9]):  # too few, not itself, an unknown one
         with pytest.raises(InvalidArgument, match="a client reveals them once for each sum"):
             first.reveal(0, survivors)
-    revealed = first.reveal(0, [0, 1, 2])
+    revealed = first.reveal(0, [0, 1, 2, 3, 4])
     assert set(revealed) == set(range(NUM_CLIENTS)) and {len(share) for share in revealed.values()} == {32}
     with pytest.raises(InvalidArgument, match="once for each sum"):
-        first.reveal(0, [0, 1, 2, 3])
+        first.reveal(0, [0, 1, 2, 3, 4, 5])
     with pytest.raises(InvalidArgument, match="a client takes part once in each"):
         first.mask([torch.zeros(3)], 0, range(NUM_CLIENTS))
 
@@ -168,7 +174,36 @@ def test_fewer_shares_than_the_threshold_give_nothing():
         assert dropouts._combined({index: shares[index] for index in some}, THRESHOLD) != secret
 
 
-@pytest.mark.parametrize("threshold", [2, 6, 0, True, 2.5])
+def test_shares_are_given_once():
+    members, _ = _members()
+    with pytest.raises(InvalidArgument, match="for a second time"):
+        members[0].share([member.public_keys for member in members], b"session")
+
+
+def test_shares_that_a_client_makes_up_are_noticed():
+    platform = Dropping()
+    exchange = platform.exchange
+
+    def with_another_share(request):
+        replies = exchange(request)
+        if len(platform.requests) == FIRST_REVEALED + 1:
+            reply = messages.read(replies[0])
+            reply["revealed"][4] = bytes(32)
+            replies[0] = messages.write(reply)
+        return replies
+
+    platform.exchange = with_another_share
+    with pytest.raises(InvalidArgument, match="the shares of a secret of client 4 do not give it"):
+        federated.run_on(platform, GRAPH, threshold=THRESHOLD, x=X)
+
+
+@pytest.mark.parametrize("threshold", [4, 8, 0, True, 5.5])
 def test_thresholds(threshold):
-    with pytest.raises(InvalidArgument, match="for 5 clients, expected more than half of them, at most all"):
+    with pytest.raises(InvalidArgument, match="for 7 clients, expected more than two thirds of two or more"):
         federated.run_on(Dropping(), GRAPH, threshold=threshold, x=X)
+
+
+def test_one_client_is_refused_by_itself():
+    member = dropouts.Member(FixedPoint(), 1, 1)
+    with pytest.raises(InvalidArgument, match="threshold=1 for 1 clients"):
+        member.share([member.public_keys], b"session")
