@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 
@@ -12,13 +14,15 @@ from bagua import cli
 
 
 def _measure(rank, world_size):
-    return cli.main(["bench", "links"])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        return cli.main(["bench", "links"]), printed.getvalue()
 
 
-def test_links_are_measured_and_kept_for_simulations(pool_of_two_nodes, tmp_path, monkeypatch, capfd):
+def test_links_are_measured_and_kept_for_simulations(pool_of_two_nodes, tmp_path, monkeypatch, capsys):
     env = {"BAGUA_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(tmp_path)}
-    assert pool_of_two_nodes.run(_measure, env=env) == [0] * 4
-    printed = capfd.readouterr().out
+    (status, printed), *others = pool_of_two_nodes.run(_measure, env=env)
+    assert (status, others) == (0, [(0, "")] * 3)
     assert re.search(r"\(rank 0\) and \S+ \(2\) *\|( *[\d.]+ \|){4}", printed)
     assert "all 2 at once, each to the next:" in printed
     assert re.search(r"by streams per peer, Gbit/s: 1: \S+, 2: \S+, 4: \S+, 8: \S+; 2 are in use", printed)
@@ -29,7 +33,7 @@ def test_links_are_measured_and_kept_for_simulations(pool_of_two_nodes, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = ["--profile", "resnet50", "--scale", "0.01", "--algorithm", "qsgd"]
     assert cli.main(["simulate", *model, "--link", "measured"]) == 0
-    assert f"links of {kept['all']['up'] / 1e6:.0f}mbit, measured {kept['all']['date']}" in capfd.readouterr().out
+    assert f"links of {kept['all']['up'] / 1e6:.0f}mbit, measured {kept['all']['date']}" in capsys.readouterr().out
 
 
 def test_without_ranks_or_measurements(tmp_path, monkeypatch, capsys):
