@@ -262,12 +262,16 @@ def test_what_is_not_honoured_is_refused(pool2):
 
 
 PROGRAM = """
+import os
 import sys
 import bagua.integrations.lightning
 from tests.integrations.test_lightning import fit, modules, ours, weights_of
 if __name__ == "__main__":
     trainer = fit(modules()["automatic"](), ours(start_method="spawn") if "spawn" in sys.argv else "bagua")
-    print("rank", trainer.global_rank, "of", trainer.world_size, float(trainer.callback_metrics["val_loss"]))
+    loss = float(trainer.callback_metrics["val_loss"])
+    sys.stdout.flush()
+    # In one write, which no other rank's can part.
+    os.write(1, f"\\nrank {trainer.global_rank} of {trainer.world_size} {loss}\\n".encode())
 """
 
 
@@ -290,6 +294,6 @@ def test_launchers(tmp_path, command, ranks):
         timeout=100,
     )
     assert run.returncode == 0, run.stderr
-    found = [line.split() for line in run.stdout.replace("rank", "\nrank").splitlines() if line.startswith("rank ")]
+    found = [line.split() for line in run.stdout.splitlines() if line.startswith("rank ")]
     assert {line[1] for line in found} == ranks and {line[3] for line in found} == {"2"}, run.stdout
     assert all(float(line[4]) < 1.2 for line in found)
