@@ -44,6 +44,7 @@ _ALIKE = 1.02  # predictions within it: the one that stands first in the table i
 _COST_STEPS = 5  # 1% of the first 500
 _LINKS_S = 0.5
 _WATCHED_STEPS, _MOST_OFF = 200, 0.2
+_PATIENCE = 4  # times as many steps are watched each time that the same was chosen again
 _REMEDY = "let all ranks train the same model"
 
 
@@ -180,12 +181,16 @@ class Chooser:
     # --- from step to step
 
     def _choose(self) -> Course[None]:
+        last, num_steps = None, _WATCHED_STEPS
         while True:
             if self.choice is None:
                 self.choice = yield from self._chosen()
                 if self.handle.group.rank == 0:
                     logger.info("bagua trains with %s", self.choice)
-            yield from self._watch(self.choice)
+                # To choose the same again has cost steps under the base for nothing.
+                num_steps = _PATIENCE * num_steps if self.choice.candidate == last else _WATCHED_STEPS
+            last = self.choice.candidate
+            yield from self._watch(self.choice, num_steps)
             self.choice = None
 
     def _chosen(self) -> Course[Choice]:
@@ -270,12 +275,12 @@ class Chooser:
         rows[row.candidate] = dataclasses.replace(row, measured_s=took_s)
         return took_s
 
-    def _watch(self, choice: Choice) -> Course[None]:
-        """Goes on until steps take another time than when the choice was made, or the program asks for another."""
+    def _watch(self, choice: Choice, num_steps: int) -> Course[None]:
+        """Goes on until so many steps take another time than when it was chosen, or the program asks for another."""
         period = choice.candidate.period
         yield from self._steps(max(_WARM_UP_STEPS, period), until_asked=True)
         while not self._is_asked:
-            took_s = yield from self._steps(_rounded(_WATCHED_STEPS, period), until_asked=True)
+            took_s = yield from self._steps(_rounded(num_steps, period), until_asked=True)
             if self._is_asked:
                 break
             now_s = max(self.handle.group.all_gather_plain(_typical(took_s, period)))

@@ -97,8 +97,10 @@ def is_near_compute(step_s: float, profile: Profile) -> bool:
 def _apart(function: Any, *args: Any) -> Any:
     """Runs a function in a thread of its own and returns what it returns, or raises what it raises."""
     outcome: list[Any] = []
+    num_threads = torch.get_num_threads()
 
     def run() -> None:
+        torch.set_num_threads(num_threads)  # a part of it is the process's, and a rehearsal puts back what it finds
         try:
             outcome.append((function(*args), None))
         except BaseException as error:  # raised in the thread that waits

@@ -179,6 +179,29 @@ def test_it_chooses_again_where_steps_take_another_time(pool2, now, is_off):
         assert choice.algorithm == ("bytegrad" if now["qsgd"] == 0.6 else "qsgd")
 
 
+def _changing(rank, world_size):
+    """Steps that change twice, while the same is the fastest; the algorithms from each change on."""
+    with process_group():
+        training = Training(rank, TABLE, TABLE, **R2)
+        try:
+            training.until_chosen()
+            found = []
+            for seconds in (0.3, 0.4):
+                training.seconds["qsgd"] = seconds
+                before = len(training.ran)
+                training.steps(480)
+                found.append(BASE in training.ran[before:])
+            training.steps(600)
+            return [*found, BASE in training.ran[before + 480 :]]
+        finally:
+            training.end()
+
+
+def test_it_watches_longer_where_it_has_chosen_the_same_again(pool2):
+    """800 steps, so the second change is not noticed within 480, but later."""
+    assert pool2.run(_changing) == [[True, False, True]] * 2
+
+
 def _asked(rank, world_size):
     with process_group():
         training = Training(rank, TABLE, TABLE, **R2)
