@@ -35,6 +35,7 @@ from bagua.federated.verbs.verbs import (
     beside,
     broadcast,
     check_floating,
+    check_mask,
     check_placed,
     check_weights,
     divided,
@@ -604,14 +605,10 @@ class Aggregator:
         if len(state) != len(self.steps):
             raise InvalidArgument(f"a state of {len(state)} steps for an aggregator of {len(self.steps)}: use its init")
         weights = None if weights is None else check_weights(weights, pytree.tree_leaves(value), "an aggregator")
-        mask = None if mask is None else torch.as_tensor(mask)
-        for name, vector in (("weights", weights), ("mask", mask)):
-            if vector is not None and tuple(vector.shape) != (clients.num_local,):
-                raise InvalidArgument(f"{name} of shape {list(vector.shape)}, expected [{clients.num_local}]")
+        if weights is not None and tuple(weights.shape) != (clients.num_local,):
+            raise InvalidArgument(f"weights of shape {list(weights.shape)}, expected [{clients.num_local}]")
         if mask is not None:
-            if mask.dtype is not torch.bool:
-                raise InvalidArgument(f"mask of {mask.dtype}, expected torch.bool")
-            mask = beside(value, mask)
+            mask = check_mask(mask, pytree.tree_leaves(value), clients, "an aggregator")
             value = only_of(mask, value)
         states = list(state)
         left_out = []
