@@ -76,7 +76,7 @@ class BaguaHandle:
 
     @property
     def choice(self) -> Any:
-        """The choice of ``algorithm="auto"`` and why, a ``bagua.choice.Choice``; None before it, and otherwise."""
+        """The choice of ``algorithm="auto"`` and why, a ``bagua.choice.Choice``; None until it is made."""
         return None if self.reducer.choosing is None else self.reducer.choosing.choice
 
     def choice_state(self) -> dict[str, Any] | None:
@@ -86,7 +86,7 @@ class BaguaHandle:
     def choose_again(self) -> None:
         """Lets ``algorithm="auto"`` choose anew, from the next step on; call it on all ranks.
 
-        It does so by itself where 200 steps take 20% longer, or less long, than when it chose.
+        It does so by itself where 200 steps, or more once it has chosen the same again, take 20% longer or less long.
 
         Raises:
             InvalidArgument: the model was wrapped with an algorithm.

@@ -54,7 +54,6 @@ class ClientStore:
                 raise InvalidArgument(f"a client's row has {leaf!r}, expected a pytree of dense tensors")
         if not leaves:
             raise InvalidArgument("a client's row has no tensor: leave the store out")
-        self.initial = initial
         self._leaves = [leaf.detach() for leaf in leaves]
         digest = hashlib.sha256(b"".join(map(_bytes_of, self._leaves))).hexdigest()[:16]
         described = ", ".join(
@@ -193,13 +192,13 @@ class ClientStore:
     def forget(self, round: int) -> None:
         """Deletes versions that the checkpoint after ``round`` rounds does not need, and files of other ranks."""
         assert self._file is not None and self.folder is not None
+        self._keep_round(round)  # first: a process that is killed here has forgotten nothing that it has not noted
         with self._file:
             self._file.execute(
                 "DELETE FROM rows WHERE EXISTS (SELECT 1 FROM rows AS newer WHERE newer.client = rows.client "
                 "AND newer.round > rows.round AND newer.round <= ?)",
                 (round,),
             )
-        self._keep_round(round)
         for path in self.folder.glob("clients.*.sqlite"):
             if not path.name.endswith(f".of.{self._num_ranks}.sqlite"):
                 path.unlink(missing_ok=True)

@@ -128,9 +128,9 @@ def test_the_server_sees_sums_only():
     assert int((coding.wrap(total) != 0).sum()) > 2990
 
 
-def _members(number=2, num_sums=1, threshold=THRESHOLD):
+def _members():
     coding = FixedPoint(32, 8)
-    members = [dropouts.Member(coding, num_sums, threshold) for _ in range(NUM_CLIENTS)]
+    members = [dropouts.Member(coding, 1, THRESHOLD) for _ in range(NUM_CLIENTS)]
     keys = [member.public_keys for member in members]
     boxes = dict(enumerate(member.share(keys, b"session") for member in members))
     return members, boxes
