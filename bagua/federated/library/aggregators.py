@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated.library.sampling import seed_of
-from bagua.federated.library.straight_through import coded, first_client, gathered, modular_sum, noise
+from bagua.federated.library.straight_through import coded, gathered, modular_sum, noise
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.verbs.names import flatten_named
 from bagua.federated.verbs.operators import call
 from bagua.federated.verbs.placement import Placement, current
-from bagua.federated.verbs.reduction import HALVES, widened
+from bagua.federated.verbs.reduction import HALVES, first_client, widened
 from bagua.federated.verbs.traced import tracing
 from bagua.federated.verbs.verbs import (
     beside,

@@ -21,8 +21,8 @@ from bagua.federated.library.sampling import seed_of
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.verbs.linear import Linear, define
 from bagua.federated.verbs.operators import NAMESPACE, call
-from bagua.federated.verbs.placement import Placement, placement_of
-from bagua.federated.verbs.reduction import clients_by_rank, gather_over_ranks
+from bagua.federated.verbs.placement import placement_of
+from bagua.federated.verbs.reduction import first_client, gather_over_ranks
 
 Tensors = list[torch.Tensor]
 
@@ -188,12 +188,6 @@ def gathered(values: Sequence[torch.Tensor], clients: str, names: Sequence[str])
         clients: their key.
     """
     return _OPERATORS["gather"](list(values), list(names), clients, [])
-
-
-def first_client(clients: Placement) -> int:
-    """The number of this rank's first client: how many the ranks before have."""
-    rank = 0 if clients.group is None else clients.group.rank
-    return sum(clients_by_rank(clients)[:rank])
 
 
 # ---- noise

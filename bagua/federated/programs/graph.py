@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.verbs import operators, verbs
+from bagua.federated.verbs.as_it_is import run_code
 from bagua.federated.verbs.placement import current, program
 
 SERVER = "server"
@@ -120,12 +121,13 @@ class Graph:
         name: of the traced function.
         inputs: by leaf of the arguments.
         outputs: by leaf of what it returns: Values, or what is no tensor.
-        structures: of the arguments and of what is returned; None for client functions, whose are flat.
+        structures: of the arguments and of what is returned; None for traced client functions, whose are flat.
         constants: tensors that the function took from around it, by name.
         placements: how many clients there are, by name.
         functions: the client functions of the maps, by name.
         programs: by name of clients, what puts them in force where the graph is called.
         fingerprint: of what it computes; "" of client functions, and of what was made of a graph.
+        installed: of a client function that is code, the function, by its name; a file has none.
     """
 
     name: str
@@ -138,6 +140,28 @@ class Graph:
     functions: dict[str, Graph] = field(default_factory=dict)
     programs: dict[str, Callable] = field(default_factory=dict)
     fingerprint: str = field(default="", init=False)
+    installed: dict[str, Callable] = field(default_factory=dict)
+
+    @property
+    def code(self) -> str:
+        """The name of the function that it calls, where it is no graph but code that runs as it is."""
+        return self.nodes[0].target.removeprefix(CODE) if self.nodes and self.nodes[0].target.startswith(CODE) else ""
+
+    def install(self, functions: Mapping[str, Callable]) -> None:
+        """Takes the code of client functions from these.
+
+        Raises:
+            InvalidArgument: one is not among them.
+        """
+        if self.code and self.code not in functions:
+            known = ", ".join(map(repr, functions)) or "none"
+            raise InvalidArgument(
+                f"a graph that calls the client's own function {self.code!r}, but this client has {known}: give it, as "
+                f"in Client({{{self.code!r}: {self.code}}}, ...)"
+            )
+        self.installed = {self.code: functions[self.code]} if self.code else {}
+        for function in self.functions.values():
+            function.install(functions)
 
     # ---- as a function
 
@@ -188,9 +212,9 @@ class Graph:
         if node.verb == BROADCAST:
             return verbs.broadcast(values, placement=node.placement)
         if node.verb == MAP:
-            function = self.functions[node.target].as_client_function()
-            mapped = verbs.map_fn(function, tuple(values), randomness=node.randomness, placement=node.placement)
-            return list(mapped)
+            function = self.functions[node.target]
+            options = {"vectorize": not function.code, "randomness": node.randomness, "placement": node.placement}
+            return list(verbs.map_fn(function.as_client_function(), tuple(values), **options))
         # Ranks compare these names, and see that they run one graph.
         named = {
             f"graph {self.name}, digest {self.fingerprint}, value {index}": value for index, value in enumerate(values)
@@ -203,6 +227,8 @@ class Graph:
         """Computes an operator of torch, or returns a constant."""
         if node.target in self.constants:
             return [self.constants[node.target]]
+        if node.target.startswith(CODE):
+            return self._run_code(node, known)
 
         def given(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -216,6 +242,21 @@ class Graph:
             )
         result = operator_of(node.target)(*args, **kwargs)
         return [result] if isinstance(result, torch.Tensor) else result
+
+    def _run_code(self, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
+        if not self.installed:
+            raise InvalidArgument(
+                f"a graph that calls the function {self.code!r}, which was not saved with it: install it, by "
+                f"graph.install({{{self.code!r}: {self.code}}})"
+            )
+        results = run_code(self.installed[self.code], [known[value] for value in node.args], self.structures[0])
+        got = [str(Value("", tuple(one.shape), one.dtype, SERVER)) for one in results]
+        expected = list(map(str, node.results))
+        if got != expected:
+            raise InvalidArgument(
+                f"the client function {self.code} returns {', '.join(got)}, but was traced with {', '.join(expected)}"
+            )
+        return results
 
     def as_client_function(self) -> Callable[..., tuple]:
         """Returns a function of one client's leaves to its results."""
@@ -284,12 +325,13 @@ class Graph:
 
     def __str__(self) -> str:
         over = " and ".join(f"{size} {name}" for name, size in self.placements.items())
-        lines = [f"{self.name} over {over}:" if self.structures else f"{self.name}, of one client:"]
+        is_whole = self.structures and not self.code
+        lines = [f"{self.name} over {over}:" if is_whole else f"{self.name}, of one client:"]
         rows = [(f"{value.name}", value) for value in self.inputs]
         rows += [(str(node), next(filter(None, node.results))) for node in self.nodes]
         width = min(max((len(text) for text, _ in rows), default=0), 72)
         for text, value in rows:
-            where = f" at {value.placement}" if self.structures else ""
+            where = f" at {value.placement}" if is_whole else ""
             lines.append(f"    {text:<{width}}  # {value}{where}")
         lines.append(f"    return {', '.join(_text(output) for output in self.outputs)}")
         for function in self.functions.values():
@@ -346,6 +388,7 @@ class Graph:
             return from_bytes(file.read())
 
 
+CODE = "client."  # what the names of functions that clients have installed begin with, among those of operators
 # Beside torch's own operators. The latter are what aggregators compute at one client and at the server.
 CHECK_TOTAL = f"{operators.NAMESPACE}.check_total.default"
 OF_AGGREGATORS = tuple(f"{operators.NAMESPACE}.{name}.default" for name in ("code", "noise"))

@@ -21,6 +21,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.programs.graph import (
     BROADCAST,
     CHECK_TOTAL,
+    CODE,
     MAP,
     REDUCTIONS,
     Graph,
@@ -229,7 +230,10 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         target = described["target"]
         if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
             raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which does not exist")
-        if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
+        is_code = target.startswith(CODE)  # which is not in the graph
+        if is_code and (len(description["nodes"]) > 1 or description["structures"] is None):
+            raise InvalidArgument(f"a graph that calls {target!r} beside other nodes, or without a structure")
+        if not (described["verb"] or is_code) and target != CHECK_TOTAL and target not in description["constants"]:
             operator = operator_of(target)
             _check_enums(operator, args, kwargs)
             if why := refusal_of_call(operator, args, kwargs, nodes):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -286,10 +286,13 @@ class Client:
     """One client of a run.
 
     Args:
+        functions: by name, those that graphs may call here: the functions of ``map_fn(vectorize=False)``. No other code
+            of a graph is run.
         data: its own values, by the names of the traced function's arguments, without the clients' axis.
     """
 
-    def __init__(self, /, **data: Tree) -> None:
+    def __init__(self, functions: Mapping[str, Callable] | None = None, /, **data: Tree) -> None:
+        self._functions = functions or {}
         self._data = data
         self._graph: Graph | None = None
 
@@ -325,14 +328,14 @@ class Client:
         return isinstance(self._sum, dropouts.Member) and not self._sum.has_ended(len(self._turns))
 
     @classmethod
-    def restore(cls, state: bytes, /, **data: Tree) -> Client:
+    def restore(cls, state: bytes, functions: Mapping[str, Callable] | None = None, /, **data: Tree) -> Client:
         """The client of which this is the state.
 
         Args:
             state: of ``state()``, kept where no other reads it.
-            data: the client's own values, as before.
+            functions, data: as before.
         """
-        client = cls(**data)
+        client = cls(functions, **data)
         run = messages.read(state)["run"]
         if run is not None:
             client._begin(run)
@@ -385,6 +388,7 @@ class Client:
 
     def _begin(self, run: dict[str, Any]) -> None:
         graph, turns = from_bytes(run["graph"]), [Turn(*numbers) for numbers in run["turns"]]
+        graph.install(self._functions)
         ((_, size),) = graph.placements.items()
         totals = tuple(map(sum, zip(*turns, strict=True)))
         num_sent = sum(value.placement == SERVER for value in graph.inputs)

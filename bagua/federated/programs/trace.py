@@ -20,6 +20,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.programs.graph import (
     BROADCAST,
     CHECK_TOTAL,
+    CODE,
     EVERYWHERE,
     MAP,
     OF_AGGREGATORS,
@@ -273,7 +274,8 @@ class _Conversion:
             number += 1
             name = f"{made.name}_{number}"
         self._keys[name] = made.key
-        self._functions[name] = _Conversion(self._run, made.module, None).graph(name)
+        code = made.structures is not None
+        self._functions[name] = _graph_of_code(made) if code else _Conversion(self._run, made.module, None).graph(name)
         return name
 
     def _operator(self, node: fx.Node, target: str, args: tuple, kwargs: dict) -> Any:
@@ -377,6 +379,16 @@ class _Conversion:
         elif axis is not None:
             del shape[axis]
         return Value(self._name(base), tuple(shape), like.dtype, where or (EVERYWHERE if is_constant else SERVER), axis)
+
+
+def _graph_of_code(made: traced.ClientFunction) -> Graph:
+    """A graph of one node, which calls the function."""
+    inputs = [Value(f"x{number}", like.shape, like.dtype, SERVER) for number, like in enumerate(made.inputs)]
+    results = [Value(f"y{number}", like.shape, like.dtype, SERVER) for number, like in enumerate(made.outputs)]
+    node = Node("", f"{CODE}{made.name}", tuple(inputs), {}, list(results))
+    graph = Graph(made.name, inputs, [node], list(results), made.structures)
+    graph.install({made.name: made.function})
+    return graph
 
 
 # Operators that give equal elements from equal elements, when they read no bits.

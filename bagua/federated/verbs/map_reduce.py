@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
+from bagua.federated.verbs.as_it_is import check_as_it_is
 from bagua.federated.verbs.closures import check_no_script, current_level
 from bagua.federated.verbs.operators import call
 from bagua.federated.verbs.placement import Placement, current
@@ -37,9 +38,11 @@ from bagua.federated.verbs.verbs import (
     check_summable,
     check_tensors,
     divided,
+    each_of,
     map_fn,
     reduce_mean,
     reduce_sum,
+    reduce_weighted_mean,
     run_client,
     shared_of,
     splat,
@@ -57,6 +60,7 @@ def map_reduce(
     *,
     reduce: str = "mean",
     mask: torch.Tensor | None = None,
+    vectorize: bool = True,
     chunk_size: int | None = None,
     randomness: str = "error",
     placement: str | None = None,
@@ -75,6 +79,7 @@ def map_reduce(
             that is ``reduce_weighted_mean`` of the two.
         mask: ``[num_local]`` of bools: who takes part; None: all. As of ``reduce_weighted_mean``, the derivative of a
             client that does not must be finite.
+        vectorize: as of ``map_fn``: False runs the function as it is, without derivatives.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: as of ``map_fn``; backward draws the same numbers again.
         placement: the name of the program whose clients are meant; by default the innermost that runs.
@@ -90,8 +95,13 @@ def map_reduce(
     if reduce not in ("mean", "sum", "weighted_mean"):
         raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
     check_options(chunk_size, randomness)
-    check_no_script(function, "map_reduce")
-    options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
+    if not vectorize and tracing():
+        return _by_verbs(function, arguments, reduce, mask, placement)
+    if vectorize:
+        check_no_script(function, "map_reduce")
+    else:
+        check_as_it_is("map_reduce", chunk_size, randomness)
+    options = {"vectorize": vectorize, "chunk_size": chunk_size, "randomness": randomness, "placement": placement}
     if mask is not None:
         mask = check_mask(mask, pytree.tree_leaves(arguments), current(placement, "map_reduce"), "map_reduce")
         masked = functools.partial(_masked, function, reduce)
@@ -114,7 +124,7 @@ def map_reduce(
         means = [divided(leaf, total).to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         return pytree.tree_unflatten(means, structure)
     verb = f"reduce_{reduce}"
-    if torch.compiler.is_compiling() or tracing():
+    if vectorize and (torch.compiler.is_compiling() or tracing()):
         mapped = map_fn(function, arguments, chunk_size=chunk_size, randomness=randomness, placement=placement)
         return (reduce_mean if reduce == "mean" else reduce_sum)(mapped, placement=placement)
     clients = current(placement, "map_reduce")
@@ -122,19 +132,41 @@ def map_reduce(
     leaves, structure = pytree.tree_flatten(splat(arguments))
     if not leaves:
         raise InvalidArgument("map_reduce over no tensors: give the client function an argument")
+    check = check_floating if reduce == "mean" else check_summable
+    seen: list[Any] = []
+    if vectorize:
+        results = _sums(function, leaves, structure, clients, lambda x: check(x, verb), seen, chunk_size, randomness)
+    else:
+        results = _sums_of_each(function, splat(arguments), clients, lambda x: check(x, verb), seen)
+    if reduce == "sum":  # rounded once on each rank, as by the two verbs
+        results = [leaf.to(dtype) for leaf, dtype in zip(results, seen[1], strict=True)]
+    reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
+    results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
+    return pytree.tree_unflatten(results, seen[0])
+
+
+def _sums(
+    function: Callable,
+    leaves: Sequence[torch.Tensor],
+    structure: Any,
+    clients: Placement,
+    check: Callable,
+    seen: list,
+    chunk_size: int | None,
+    randomness: str,
+) -> Sequence[torch.Tensor]:
+    """The sums over this rank's clients, halves as float32; structure and dtypes of the results go into `seen`."""
     shared = [shared_of(leaf, clients) for leaf in leaves]
     inputs = [leaf if value is None else value for leaf, value in zip(leaves, shared, strict=True)]
     if all(value is not None for value in shared):  # nothing has the clients' axis, which vmap wants
         inputs.append(torch.empty(clients.num_local, 0, device=inputs[0].device))
         shared.append(None)
     is_shared = tuple(value is not None for value in shared)
-    check = check_floating if reduce == "mean" else check_summable
     calls = Calls() if _is_differentiated(inputs) else None
     dims = tuple(None if is_one else 0 for is_one in is_shared)
-    seen: list[Any] = []
 
     def of_all(chunk: Sequence[torch.Tensor], randomness: str, calls: Calls | None) -> Tensors:
-        of_one = functools.partial(_flat, function, clients, structure, lambda x: check(x, verb), calls, seen)
+        of_one = functools.partial(_flat, function, clients, structure, check, calls, seen)
         return torch.func.vmap(of_one, dims, randomness=randomness)(*chunk)
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
@@ -154,11 +186,40 @@ def map_reduce(
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
         results = without_writes(lambda: node.compute(inputs), leaves, clients, "map_reduce")
-    if reduce == "sum":  # rounded once on each rank, as by the two verbs
-        results = [leaf.to(dtype) for leaf, dtype in zip(results, seen[1], strict=True)]
-    reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
-    results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
-    return pytree.tree_unflatten(results, seen[0])
+    return results
+
+
+def _sums_of_each(
+    function: Callable, arguments: tuple, clients: Placement, check: Callable, seen: list
+) -> list[torch.Tensor]:
+    """The same where the function runs as it is: what one client returns is held at a time."""
+    totals: list[torch.Tensor] = []
+    for result in each_of(function, arguments, clients, "map_reduce"):
+        flat, structure = pytree.tree_flatten(check(result))
+        seen[:] = [structure, [leaf.dtype for leaf in flat]]
+        wide = [widened(leaf) for leaf in flat]
+        if not clients.num_local:
+            return list(map(torch.zeros_like, wide))
+        totals = [total + leaf for total, leaf in zip(totals, wide, strict=True)] if totals else wide
+    return totals
+
+
+def _by_verbs(
+    function: Callable, arguments: Tree, reduce: str, mask: torch.Tensor | None, placement: str | None
+) -> Tree:
+    """map_reduce of a function that runs as it is in a trace, where a map is of that function alone."""
+    value = map_fn(function, arguments, vectorize=False, placement=placement)
+    if reduce == "mean" and mask is not None:
+        value, reduce = (value, mask.to(torch.get_default_dtype())), "weighted_mean"
+    if reduce == "weighted_mean":
+        return reduce_weighted_mean(*value, mask=mask, placement=placement)
+    if mask is not None:
+        value = map_fn(functools.partial(_masked, _same, reduce), (value, mask), placement=placement)
+    return (reduce_mean if reduce == "mean" else reduce_sum)(value, placement=placement)
+
+
+def _same(value: Tree) -> Tree:
+    return value
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:

@@ -130,6 +130,12 @@ def clients_by_rank(placement: Placement) -> list[int]:
         return _count(placement)
 
 
+def first_client(clients: Placement) -> int:
+    """The number of this rank's first client: how many the ranks before have."""
+    rank = 0 if clients.group is None else clients.group.rank
+    return sum(clients_by_rank(clients)[:rank])
+
+
 def _count(placement: Placement) -> list[int]:
     if placement.numbers is None:
         numbers = placement.group.all_gather_plain(placement.num_local)

@@ -79,17 +79,19 @@ class ClientFunction:
         randomness: as of map_fn.
         placement: the key of the clients.
         original: of a derivative or a batch, the client function that the program has called; else None.
+        structures: of the arguments and results of code, which runs as it is, and has no module; else None.
     """
 
     key: str
     name: str
-    module: fx.GraphModule
+    module: fx.GraphModule | None
     function: Callable[..., Tensors]
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     randomness: str
     placement: str
     original: ClientFunction | None = None
+    structures: tuple[Any, Any] | None = None
 
 
 @dataclass
@@ -136,6 +138,23 @@ class Trace:
         self.client_functions[key] = made
         return made
 
+    def add_code(
+        self, function: Callable, inputs: Sequence[Spec], outputs: Sequence[Spec], structures: tuple, placement: str
+    ) -> ClientFunction:
+        """A client function that runs as it is."""
+        name = name_of_code(function)
+        if any(
+            made.structures and made.name == name and made.function != function
+            for made in self.client_functions.values()
+        ):
+            raise InvalidArgument(f"two client functions with the name {name}, by which clients find them: rename one")
+        key = f"{len(self.client_functions)}"
+        made = ClientFunction(
+            key, name, None, function, tuple(inputs), tuple(outputs), "error", placement, structures=structures
+        )
+        self.client_functions[key] = made
+        return made
+
     def derive(self, base: ClientFunction, how: str, indices: tuple, function: Callable, inputs: Tensors) -> str:
         """The key of what is made from `base` at these indices of its inputs and outputs."""
         specs = tuple(Spec((*x.shape[1:],), x.dtype, x.device) for x in inputs)
@@ -177,7 +196,7 @@ def _have_same_constants(one: fx.GraphModule, other: fx.GraphModule) -> bool:
         [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
         for module in (one, other)
     ]
-    with _below_the_trace():
+    with below_the_trace():
         return all(map(_are_equal, *constants))
 
 
@@ -185,6 +204,19 @@ def _are_equal(one: Any, other: Any) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other
     return one.dtype == other.dtype and torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def name_of_code(function: Callable) -> str:
+    """Returns the name by which clients find a function that runs as it is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        raise InvalidArgument(
+            f"map_fn(vectorize=False) of {function!r} in a traced program, whose clients find it by its name: give it "
+            "one, by def"
+        )
+    return name
 
 
 def tracing() -> Trace | None:
@@ -357,7 +389,7 @@ def _refuse_write(node: fx.Node) -> NoReturn:
 
 
 @contextmanager
-def _below_the_trace() -> Iterator[None]:
+def below_the_trace() -> Iterator[None]:
     """Leaves the trace: tensors have values inside, and no transform runs."""
     with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing(), unset_fake_temporarily():
         yield
@@ -365,7 +397,7 @@ def _below_the_trace() -> Iterator[None]:
 
 def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec]) -> fx.GraphModule:
     """The same of a client function, which is traced while something else is."""
-    with _below_the_trace(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+    with below_the_trace(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         trace = trace_in_force.get()
         trace.closure_checks.append(None)  # what torch does to trace is not checked
         around, trace.dual_level = trace.dual_level, forward_ad._current_level

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
+from bagua.federated.verbs.as_it_is import check_as_it_is, check_result, each, trace_code
 from bagua.federated.verbs.closures import check_closures, check_no_script, version_of
 from bagua.federated.verbs.names import flatten_named
 from bagua.federated.verbs.operators import call
@@ -147,16 +148,22 @@ def map_fn(
     function: Callable,
     arguments: Tree,
     *,
+    vectorize: bool = True,
     chunk_size: int | None = None,
     randomness: str = "error",
     placement: str | None = None,
 ) -> Tree:
-    """The function of every client, vectorised.
+    """The function of every client, vectorised or one client after the other.
 
     Args:
         function: of one client's values, without their first axis, to a pytree of tensors. It sees the server's values
             through its arguments only: ``federated.broadcast`` them.
         arguments: placed values; a plain tuple is splatted, anything else, a NamedTuple too, is one argument.
+        vectorize: False runs the function as it is, for one client after the other, on ordinary tensors: it may do what
+            any code does, such as train a module with an optimizer of torch.optim, branch on values, or read a file.
+            No derivative leads through it, and transforms of torch.func refuse it. What was broadcast is each client's
+            own copy. torch's generators are seeded for each client, alike on any number of ranks. A traced program
+            names the function, which clients elsewhere have installed: ``federated.Client``.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: of the function: "error", "different" for each client or the "same" for those of a rank; see
             torch.func.vmap. What is different depends on how the clients are spread over the ranks. In graphs of
@@ -176,10 +183,13 @@ def map_fn(
     check_options(chunk_size, randomness)
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
-    check_no_script(function, "map_fn")
     splatted = splat(arguments)
     if not pytree.tree_leaves(splatted):
         raise InvalidArgument("map_fn over no tensors: give the client function an argument")
+    if not vectorize:
+        check_as_it_is("map_fn", chunk_size, randomness)
+        return _stacked(function, splatted, clients)
+    check_no_script(function, "map_fn")
     if trace := tracing():
         return _trace_map(trace, function, splatted, clients, randomness)
     of_one = functools.partial(run_client, function, clients, "map_fn")
@@ -194,6 +204,22 @@ def map_fn(
     is_compiling = torch.compiler.is_compiling()
     results = compute() if is_compiling else without_writes(compute, pytree.tree_leaves(splatted), clients, "map_fn")
     return results if clients.num_local else pytree.tree_map(lambda leaf: leaf[:0], results)
+
+
+def _stacked(function: Callable, arguments: tuple, clients: Placement) -> Tree:
+    """map_fn of a function that runs as it is."""
+    if trace := tracing():
+        return trace_code(trace, function, arguments, clients)
+    results = list(each_of(function, arguments, clients, "map_fn"))
+    stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), *results)
+    return stacked if clients.num_local else pytree.tree_map(lambda leaf: leaf[:0], stacked)
+
+
+def each_of(function: Callable, arguments: tuple, clients: Placement, verb: str) -> Iterator[Tree]:
+    """Yields what a function that runs as it is returns for each client, or for a stand-in where there is none."""
+    is_shared = [shared_of(leaf, clients) is not None or _is_expanded(leaf) for leaf in pytree.tree_leaves(arguments)]
+    given = arguments if clients.num_local else pytree.tree_map(stand_in, arguments)
+    return each(function, given, is_shared, clients, verb)
 
 
 def stand_in(leaf: torch.Tensor) -> torch.Tensor:
@@ -268,12 +294,7 @@ def run_client(function: Callable, clients: Placement, verb: str, *arguments: An
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 closures.check(leaf)
-    for path, leaf in pytree.tree_flatten_with_path(result)[0]:
-        if not isinstance(leaf, torch.Tensor):
-            raise InvalidArgument(
-                f"the client function of {verb} returns {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected "
-                "tensors: return torch.tensor of a number, and nothing that is not a tensor"
-            )
+    check_result(result, verb)
     return result
 
 
