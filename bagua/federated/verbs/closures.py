@@ -241,7 +241,7 @@ def _check_here(keyset: Any, value: torch.Tensor, level: int, shape: Sequence[in
         raise InvalidArgument(
             f"the client function uses a tensor of shape {list(shape)} from around it, and a gradient "
             f"leads to it: its derivative would be wrong. Pass federated.broadcast(tensor) to {verb} as an argument, "
-            "or use tensor.detach()"
+            "or use tensor.detach(); a module with an optimizer of torch.optim runs as it is, by vectorize=False"
         )
     with torch._C._AutoDispatchBelowAutograd():
         return _check_constant.redispatch(keyset & torch._C._after_autograd_keyset, value, level, shape, verb)

@@ -262,7 +262,31 @@ _WRITES = (
     "writes into what was broadcast, whose memory the clients share, such as the running statistics of a module: "
     "clone it first, and return new values"
 )
+_VALUES = (
+    "makes a number of a tensor, or branches on one, such as by .item(), float() or if: use torch.where and keep "
+    "tensors, or run it as it is, by vectorize=False"
+)
+_SIZES = (
+    "has a result whose size depends on values, such as x[x > 0]: use torch.where, or run it as it is, by "
+    "vectorize=False"
+)
+_MEMORY = (
+    "reads a tensor's memory, such as by .numpy() or .tolist(): write it in torch's operators, or run it as it is, by "
+    "vectorize=False"
+)
+_BACKWARD = (
+    "calls backward() or requires_grad_(), as one does for an optimizer of torch.optim: take torch.func.grad(loss)("
+    "parameters) and return new parameters, or run it as it is, by vectorize=False"
+)
 _EXPLAINED = {
+    "It looks like you're calling .item() on a Tensor": _VALUES,
+    "use a Tensor in some data-dependent control flow": _VALUES,
+    "dynamic shape": _SIZES,
+    "for each batch this would return a differently shaped Tensor": _SIZES,
+    "Cannot access data pointer of Tensor that doesn't have storage": _MEMORY,
+    "Cannot access storage of": _MEMORY,
+    "backward() called inside a functorch transform": _BACKWARD,
+    "You are attempting to call Tensor.requires_grad_()": _BACKWARD,
     "called random operation while in randomness error mode": (
         'draws random numbers: say randomness="different" for others at each client, or "same"'
     ),
@@ -273,8 +297,8 @@ _EXPLAINED = {
         "statistics of a module: return new values, or make it with zeros_like of what depends on an argument"
     ),
     "Batching rule not implemented": (
-        "runs what torch cannot batch, such as a recurrent layer: write it in other operators, or call the graph of "
-        "federated.trace, which takes such layers apart"
+        "runs what torch cannot batch, such as a recurrent layer: write it in other operators, call the graph of "
+        "federated.trace, which takes such layers apart, or run it as it is, by vectorize=False"
     ),
 }
 

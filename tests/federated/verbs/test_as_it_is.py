@@ -287,3 +287,45 @@ def test_code_that_has_no_name_or_a_shared_one_is_not_traced():
             ),
             INPUTS,
         )
+
+
+# ---- what cannot be vectorised is told to run as it is
+
+
+def steps_an_optimizer(y):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    (y @ weight).square().sum().backward()
+    optimizer.step()
+    return weight.detach()
+
+
+LSTM = torch.nn.LSTM(4, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y: y * y.sum().item(), r"makes a number of a tensor, or branches on one"),
+        (lambda y: y * float(y[0, 0]), r"makes a number of a tensor"),
+        (lambda y: y if y.sum() > 0 else -y, r"branches on one"),
+        (lambda y: y[y > 0].sum(), r"size depends on values"),
+        (lambda y: torch.nonzero(y > 0).sum(), r"size depends on values"),
+        (lambda y: y.masked_select(y > 0).sum(), r"size depends on values"),
+        (lambda y: torch.from_numpy(y.numpy() * 2), r"reads a tensor's memory"),
+        (lambda y: torch.tensor(y.tolist()), r"reads a tensor's memory"),
+        (lambda y: y.clone().requires_grad_().detach(), r"calls backward\(\) or requires_grad_\(\)"),
+        (steps_an_optimizer, r"uses a tensor of shape \[4\] from around it, and a gradient leads to it"),
+        (lambda y: LSTM(y)[0], r"runs what torch cannot batch, such as a recurrent layer"),
+    ],
+    ids=["item", "float", "if", "mask", "nonzero", "masked_select", "numpy", "list", "leaf", "optimizer", "LSTM"],
+)
+def test_what_torch_cannot_batch_is_said_and_runs_as_it_is(function, message):
+    def program(vectorize):
+        return federated.program(lambda y: federated.map_fn(function, y, vectorize=vectorize), clients=NUM)
+
+    with pytest.raises(InvalidArgument, match=f"the client function .*{message}.*vectorize=False"):
+        program(True)(INPUTS)
+    found = program(False)(INPUTS)
+    for client in range(NUM):
+        torch.testing.assert_close(found[client], function(INPUTS[client]), rtol=1e-6, atol=1e-6)
