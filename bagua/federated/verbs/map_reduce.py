@@ -37,6 +37,7 @@ from bagua.federated.verbs.verbs import (
     check_placed,
     check_summable,
     check_tensors,
+    chosen_chunk,
     divided,
     each_of,
     map_fn,
@@ -80,7 +81,7 @@ def map_reduce(
         mask: ``[num_local]`` of bools: who takes part; None: all. As of ``reduce_weighted_mean``, the derivative of a
             client that does not must be finite.
         vectorize: as of ``map_fn``: False runs the function as it is, without derivatives.
-        chunk_size: how many clients are computed at a time; None: all.
+        chunk_size: as of ``map_fn``: how many clients are computed at a time.
         randomness: as of ``map_fn``; backward draws the same numbers again.
         placement: the name of the program whose clients are meant; by default the innermost that runs.
 
@@ -135,6 +136,7 @@ def map_reduce(
     check = check_floating if reduce == "mean" else check_summable
     seen: list[Any] = []
     if vectorize:
+        chunk_size = chunk_size or chosen_chunk(leaves, clients.num_local)
         results = _sums(function, leaves, structure, clients, lambda x: check(x, verb), seen, chunk_size, randomness)
     else:
         results = _sums_of_each(function, splat(arguments), clients, lambda x: check(x, verb), seen)

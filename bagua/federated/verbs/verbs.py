@@ -164,7 +164,8 @@ def map_fn(
             No derivative leads through it, and transforms of torch.func refuse it. What was broadcast is each client's
             own copy. torch's generators are seeded for each client, alike on any number of ranks. A traced program
             names the function, which clients elsewhere have installed: ``federated.Client``.
-        chunk_size: how many clients are computed at a time; None: all.
+        chunk_size: how many clients are computed at a time. None: as many as their arguments fit into a processor's
+            caches, and all on a device and under torch.compile.
         randomness: of the function: "error", "different" for each client or the "same" for those of a rank; see
             torch.func.vmap. What is different depends on how the clients are spread over the ranks. In graphs of
             torch.compile and make_fx ranks with one seed draw alike, and their generators may differ afterwards where
@@ -192,6 +193,7 @@ def map_fn(
     check_no_script(function, "map_fn")
     if trace := tracing():
         return _trace_map(trace, function, splatted, clients, randomness)
+    chunk_size = chunk_size or chosen_chunk(pytree.tree_leaves(splatted), clients.num_local)
     of_one = functools.partial(run_client, function, clients, "map_fn")
     of_all = torch.func.vmap(of_one, chunk_size=chunk_size, randomness=randomness)
     # Not every operation can be batched over nothing. One client that is dropped again keeps what is differentiated,
@@ -204,6 +206,21 @@ def map_fn(
     is_compiling = torch.compiler.is_compiling()
     results = compute() if is_compiling else without_writes(compute, pytree.tree_leaves(splatted), clients, "map_fn")
     return results if clients.num_local else pytree.tree_map(lambda leaf: leaf[:0], results)
+
+
+# Measured (benchmarks/federated/widths.py): beyond so many bytes of arguments, batched operators wait for memory, and
+# below so many clients for torch's dispatch under vmap.
+_CHUNK_BYTES = 8 * 2**20
+_LEAST_CHUNK = 4
+
+
+def chosen_chunk(leaves: Sequence[torch.Tensor], num_local: int) -> int | None:
+    """Returns how many of this rank's clients are computed at a time where the caller does not say; None: all."""
+    if torch.compiler.is_compiling() or num_local <= _LEAST_CHUNK or not all(leaf.is_cpu for leaf in leaves):
+        return None
+    of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves) // num_local
+    most = max(_LEAST_CHUNK, _CHUNK_BYTES // max(1, of_one))
+    return -(-num_local // -(-num_local // most)) if most < num_local else None  # chunks of about one size
 
 
 def _stacked(function: Callable, arguments: tuple, clients: Placement) -> Tree:
