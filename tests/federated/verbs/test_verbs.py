@@ -703,6 +703,28 @@ def test_clients_may_not_write_into_a_tensor_of_no_client():
         program()
 
 
+@pytest.mark.parametrize(("num", "chunk_size", "calls"), [(6, None, 2), (6, 6, 1), (6, 1, 6), (4, None, 1)])
+def test_clients_of_wide_models_are_computed_some_at_a_time(num, chunk_size, calls):
+    """Four at most of arguments of 4 MB each, in parts of about one size, unless chunk_size says otherwise."""
+    seen = []
+
+    def client(w):
+        seen.append(w.shape)
+        return w.sum()
+
+    wide = torch.ones(num, 2**20)
+    total = federated.program(
+        lambda w: federated.reduce_sum(federated.map_fn(client, w, chunk_size=chunk_size)), clients=num
+    )
+    assert total(wide) == num * 2**20
+    assert len(seen) == calls
+    node = federated.program(
+        lambda w: federated.map_reduce(client, w, reduce="sum", chunk_size=chunk_size), clients=num
+    )
+    assert node(wide) == num * 2**20
+    assert len(seen) == 2 * calls
+
+
 def test_forward_mode_and_batches_go_through_a_closure():
     program, lr = federated.program(captures, clients=3), torch.tensor(0.5)
     torch.testing.assert_close(jvp(lambda lr: program(X, lr), (lr,), (lr,))[1], program(X, lr))
