@@ -22,6 +22,8 @@ ALL = {
     "personalised": ("personalised.py",),
     "personal_layers": ("personal_layers.py",),
     "diloco": ("diloco.py",),
+    "three_places": ("three_places.py",),
+    "isolated": ("three_places.py", "--isolated"),
 }
 
 
