@@ -139,7 +139,8 @@ def padded(data: Tree, partition: Partition, *, length: int | None = None) -> tu
         data: a pytree of ``[examples, ...]``, of the whole dataset.
         partition: of the clients that are wanted, such as ``parts[federated.local_slice(len(parts))]``.
         length: of the result; by default the longest of these clients'. Give ``max(map(len, parts))`` of all clients
-            where shapes are to be the same on all ranks.
+            where shapes are to be the same on all ranks; nothing needs that. Where a program is compiled, give
+            ``sampling.padded_size`` of the longest of each round, so that its rounds are of few shapes.
 
     Returns:
         ``[clients, length, ...]`` of the same structure and dtypes; and bool ``[clients, length]``: what is an example,

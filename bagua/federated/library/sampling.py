@@ -7,11 +7,14 @@ a round that is computed again draws the same. The numbers are not those of a cr
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
 import operator
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
 import torch
 
 from bagua.errors import InvalidArgument
@@ -47,9 +50,73 @@ def cohort(population: int, size: int, *, seed: int, round: int) -> torch.Tensor
         [0, 1, 2, 3]
     """
     population, size = integer("population", population), integer("size", size)
-    if not 1 <= size <= population:
-        raise InvalidArgument(f"a cohort of {size} of {population} clients, expected 1 to all of them")
+    check_cohort(size, population)
     return torch.tensor(random.Random(seed_of(seed, "cohort", round)).sample(range(population), size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson:
+    """Cohorts of changing size: each client is drawn with probability `rate`, independently of the others.
+
+    A cohort is filled up with clients that were not drawn, to one of the few sizes of ``padded_size``, so that a
+    program that is compiled for each size is soon compiled for all of them.
+
+    Args:
+        rate: above 0, at most 1; a round has ``population * rate`` clients on average.
+
+    Raises:
+        InvalidArgument: a rate out of range.
+
+    Example:
+        >>> cohort, is_drawn = Poisson(rate=0.1).draw(100, seed=1, round=0)
+        >>> len(cohort), int(is_drawn.sum())
+        (12, 9)
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rate, numbers.Real) and 0 < self.rate <= 1):
+            raise InvalidArgument(f"rate={self.rate!r}, expected a probability above 0, at most 1")
+
+    def draw(self, population: int, *, seed: int, round: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The clients of a round: different ones of 0 to population - 1.
+
+        Args:
+            population: how many clients there are, at least 1.
+            seed: of the job.
+            round: its number.
+
+        Returns:
+            int64 ``[size]`` in random order, and bool ``[size]``: those that were drawn, which come first; maybe none.
+            Both are equal on all ranks.
+        """
+        # A number that is binomial and a uniform choice of so many are the same as a draw for each client.
+        generator = numpy.random.default_rng(seed_of(seed, "poisson", round))
+        num_drawn = int(generator.binomial(population, self.rate))
+        size = min(padded_size(num_drawn), population)
+        return cohort(population, size, seed=seed, round=round), torch.arange(size, device="cpu") < num_drawn
+
+
+def padded_size(number: int) -> int:
+    """The next of a fixed ladder of sizes, to which a number of clients or of examples is filled up.
+
+    Shapes that change from round to round are compiled anew; with these, few occur. They are the multiples of 4 up to
+    32, and from there on eight for each doubling: 36, 40, ... 64, 72, 80, ... 128, 144. So up to 3 are added to a small
+    number, and less than an eighth to a large one; a Poisson cohort has ten or so of these sizes, whatever its mean.
+
+    Example:
+        >>> [padded_size(number) for number in (0, 4, 5, 33, 65, 1000)]
+        [4, 4, 8, 36, 72, 1024]
+    """
+    step = max(4, 1 << max(0, (number - 1).bit_length() - 4))
+    return max(step, -(-number // step) * step)
+
+
+def check_cohort(cohort: Any, population: int) -> None:
+    """Raises InvalidArgument unless the cohort is a Poisson, or a number of clients of the population."""
+    if not isinstance(cohort, Poisson) and not 1 <= integer("cohort", cohort) <= integer("population", population):
+        raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
 
 
 def participates(clients: Iterable[int] | torch.Tensor, rate: float, *, seed: int, round: int) -> torch.Tensor:

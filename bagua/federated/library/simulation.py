@@ -39,7 +39,8 @@ class Round(NamedTuple):
     Attributes:
         number: from 0.
         seed: of this round alone; the same on all ranks.
-        cohort: int64 ``[size]``, the clients of all ranks.
+        cohort: int64 ``[size]``, the clients of all ranks; at the end of a Poisson cohort some that were not drawn, and
+            do not get through the round.
         clients: int64 ``[num_local]``, those of this rank.
         mask: bool ``[num_local]``, which of these get through the round; give it to the reductions.
         participants: how many of the cohort get through.
@@ -123,14 +124,16 @@ class Simulation:
             put back afterwards. With `clients` it returns ``round.client_state`` as it is to be, too, as the third.
         state: before the first round: a pytree of tensors and numbers, equal on all ranks.
         population: how many clients there are.
-        cohort: how many of them a round has.
+        cohort: how many of them a round has; or ``sampling.Poisson(rate)``, whose rounds differ in their number: make
+            the program of each by ``program(clients=len(round.cohort))``.
         seed: of everything that is drawn.
-        availability: the clients that get through a round. In a round without any, nothing happens.
+        availability: the clients that get through a round. In a round without any, nothing happens, unless Poisson
+            cohorts have a budget: an empty cohort is private, so the step runs and adds its noise all the same.
         clients: a ``ClientStore``: rows of clients, kept for those that get through the round.
         budget: a ``privacy.Budget`` of this cohort and population: what the rounds so far have spent is the figure
             "epsilon", and ``run`` ends before the round that would spend more than it has. A round without clients
             counts as one.
-        num_local: as of ``federated.program``, but no single number.
+        num_local: as of ``federated.program``, but no single number; for cohorts of fixed size.
         group: as of ``federated.program``.
         writer: a SummaryWriter of TensorBoard, or anything with its ``add_scalar``; rank 0 writes ``<name>/<figure>``.
         name: what scalars and progress begin with.
@@ -141,7 +144,8 @@ class Simulation:
         round: the number of the next one: how many are done.
 
     Raises:
-        InvalidArgument: a cohort that is not from 1 to the population, or a budget of another one.
+        InvalidArgument: a cohort that is not from 1 to the population, or a budget of another one; Poisson cohorts
+            with num_local, or with a budget and an availability with wait_for.
 
     Example:
         >>> import torch
@@ -163,7 +167,7 @@ class Simulation:
         state: State,
         *,
         population: int,
-        cohort: int,
+        cohort: int | sampling.Poisson,
         seed: int,
         availability: Availability | None = None,
         clients: ClientStore | None = None,
@@ -174,13 +178,24 @@ class Simulation:
         name: str = "federated",
         progress: bool | None = None,
     ) -> None:
-        population, cohort = sampling.integer("population", population), sampling.integer("cohort", cohort)
-        if not 1 <= cohort <= population:
-            raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
+        population = sampling.integer("population", population)
+        sampling.check_cohort(cohort, population)
+        is_poisson = isinstance(cohort, sampling.Poisson)
+        cohort = cohort if is_poisson else sampling.integer("cohort", cohort)
         if budget is not None and (budget.cohort, budget.population) != (cohort, population):
             raise InvalidArgument(
                 f"a budget of cohorts of {budget.cohort} of {budget.population} clients, but cohort={cohort} and "
                 f"population={population}: give it these"
+            )
+        if is_poisson and num_local is not None:
+            raise InvalidArgument(
+                f"num_local={num_local} with cohort={cohort}, whose size changes: leave it out, so that each round's "
+                "clients are spread evenly"
+            )
+        if is_poisson and budget is not None and availability is not None and availability.wait_for is not None:
+            raise InvalidArgument(
+                f"wait_for={availability.wait_for} with a budget of Poisson cohorts, where one client more may drop "
+                "another: the sum then changes by more than is accounted for; leave wait_for out"
             )
         self.state = state
         self.round = 0
@@ -188,13 +203,22 @@ class Simulation:
         self._began = _kinds(state)  # which rounds may change
         self._step = step
         self._availability = availability or Availability()
-        self._job = {"population": population, "cohort": cohort, "seed": seed, "availability": repr(self._availability)}
+        self._cohort = cohort
+        self._runs_for_nobody = is_poisson and budget is not None
+        self._job: dict[str, Any] = {
+            "population": population,
+            "cohort": repr(cohort) if is_poisson else cohort,
+            "seed": seed,
+            "availability": repr(self._availability),
+        }
         self._group = world.resolve(group) if group is not None or world.is_initialized() else None
         self._is_first = self._group is None or self._group.rank == 0
-        self._mine = local_slice(cohort, group=group, num_local=num_local)
+        self._num_local = num_local
+        if not isinstance(cohort, sampling.Poisson):
+            self._slice(cohort)  # which checks num_local
         self._clients, self._has_rows = clients, False
         self._is_checked = False  # the state, after the first round that did something
-        self._parts: list[slice] = []  # of a cohort, by rank
+        self._parts: dict[int, list[slice]] = {}  # of a cohort of that size, by rank
         self._writer, self._name = writer, name
         self._shows_progress = self._is_first and (sys.stderr.isatty() if progress is None else progress)
         self._figures: dict[str, float] = {}
@@ -232,10 +256,8 @@ class Simulation:
 
     def sample(self, number: int) -> Round:
         """Returns the round of that number: it can be asked for at any time."""
-        seed = self._job["seed"]
-        cohort = sampling.cohort(self._job["population"], self._job["cohort"], seed=seed, round=number)
-        mask = self._availability.mask(cohort, seed=seed, round=number)
-        round_seed, mine = sampling.seed_of(seed, "round", number), self._mine
+        cohort, mask = self._draw(number)
+        round_seed, mine = sampling.seed_of(self._job["seed"], "round", number), self._slice(len(cohort))
         return Round(number, round_seed, cohort, cohort[mine], mask[mine], int(mask.sum()))
 
     def values(self) -> dict[str, float]:
@@ -252,13 +274,26 @@ class Simulation:
         rank = 0 if self._group is None else self._group.rank
         return dashboards.FiguresCollector(self.values, f"bagua_{self._name}", {"rank": str(rank)})
 
+    def _draw(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the clients of all ranks in that round, and the mask of those that get through it."""
+        population, seed = self._job["population"], self._job["seed"]
+        if not isinstance(self._cohort, sampling.Poisson):
+            cohort = sampling.cohort(population, self._cohort, seed=seed, round=number)
+            return cohort, self._availability.mask(cohort, seed=seed, round=number)
+        cohort, is_drawn = self._cohort.draw(population, seed=seed, round=number)
+        gets_through = self._availability.mask(cohort[is_drawn], seed=seed, round=number)
+        return cohort, is_drawn.masked_scatter(is_drawn, gets_through)
+
+    def _slice(self, size: int) -> slice:
+        return local_slice(size, group=self._group, num_local=self._num_local)
+
     def _may_spend(self) -> bool:
         return self._budget is None or self._budget.spent(self.round + 1) <= self._budget.epsilon
 
     def _run_one(self) -> dict[str, float]:
         round = self.sample(self.round)
         figures: Mapping[str, Any] = {}
-        if round.participants:
+        if round.participants or self._runs_for_nobody:
             round = self._with_rows(round)
             devices = {leaf.device for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
             with seeded(round.seed, devices):
@@ -291,12 +326,17 @@ class Simulation:
     def _with_rows(self, round: Round) -> Round:
         if self._clients is None:
             return round
-        if not self._parts:
-            ends = (self._mine.start, self._mine.stop)
-            everyone = [ends] if self._group is None else self._group.all_gather_plain(ends)
-            self._parts = [slice(*one) for one in everyone]
-        rows = self._clients.read(self._group, round.cohort.tolist(), self._parts)
+        rows = self._clients.read(self._group, round.cohort.tolist(), self._parts_of(len(round.cohort)))
         return round._replace(client_state=rows)
+
+    def _parts_of(self, size: int) -> list[slice]:
+        """Returns each rank's part of a cohort; collective for every new size."""
+        if size not in self._parts:
+            mine = self._slice(size)
+            ends = (mine.start, mine.stop)
+            everyone = [ends] if self._group is None else self._group.all_gather_plain(ends)
+            self._parts[size] = [slice(*one) for one in everyone]
+        return self._parts[size]
 
     def _without_rows(self, clients: ClientStore, result: Any, round: Round) -> tuple[State, Mapping[str, Any]]:
         """Keeps the clients' rows of a step's result, and returns the rest."""
@@ -312,8 +352,9 @@ class Simulation:
 
         self._agree(check)
         state, figures, rows = result
-        mask = self._availability.mask(round.cohort, seed=self._job["seed"], round=round.number)
-        clients.write(self._group, round.cohort.tolist(), self._parts, rows, mask.tolist(), self.round + 1)
+        cohort, mask = self._draw(round.number)
+        parts = self._parts_of(len(cohort))
+        clients.write(self._group, cohort.tolist(), parts, rows, mask.tolist(), self.round + 1)
         return state, figures
 
     def _check_equal(self) -> None:

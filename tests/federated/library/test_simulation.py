@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import bagua
 from bagua import federated
 from bagua.errors import InvalidArgument
-from bagua.federated import Availability, Simulation, sampling
+from bagua.federated import Availability, ClientStore, Simulation, partition, sampling
 from bagua.federated.library.aggregators import Aggregator, Clip, Mean, Noise, Quantize, SecureSum
 from bagua.federated.library.optimizers import SGD
 from tests.conformance.training import process_group
@@ -119,6 +121,110 @@ def differing(rank, world_size, path):
         with pytest.raises(FileNotFoundError if rank == 0 else InvalidArgument, match="No such file"):
             run.load(f"{path}/checkpoint")
         bagua.barrier()
+
+
+# ---- Poisson cohorts and ragged data
+
+PARTS = [torch.arange(client * (client + 1) // 2, (client + 1) * (client + 2) // 2) for client in range(12)]
+EXAMPLES = torch.randint(
+    -9, 9, (78,), generator=torch.Generator().manual_seed(2)
+).double()  # the last clients have more
+
+
+def sum_of_examples(state, examples, is_example, mask):
+    client = lambda state, examples, is_example: (examples * is_example).sum() + 0 * state  # noqa: E731
+    sums = federated.map_fn(client, (federated.broadcast(state), examples, is_example))
+    return federated.reduce_weighted_mean(sums, torch.ones(len(mask), dtype=torch.float64), mask=mask)
+
+
+def poisson(folder, rate, population, program=federated.program):
+    """Each client adds up its examples: in rounds of changing size, of data whose length changes by round and rank."""
+
+    def step(state, round):
+        parts = [PARTS[client] for client in round.clients]
+        length = sampling.padded_size(max(map(len, parts), default=0))
+        examples, is_example = partition.padded(EXAMPLES, parts, length=length)
+        mean = program(sum_of_examples, clients=len(round.cohort))
+        value = mean(state["value"], examples, is_example, round.mask)
+        lengths.append(length)
+        figures = {"value": value, "size": len(round.cohort)}
+        return {"value": state["value"] + value}, figures, round.client_state + 1
+
+    store, lengths = ClientStore(torch.tensor(0), folder), []
+    job = {"population": population, "cohort": sampling.Poisson(rate), "seed": 4, "clients": store}
+    start = {"value": torch.zeros((), dtype=torch.float64)}
+    return Simulation(step, start, availability=Availability(dropout=0.2, wait_for=4), **job), store, lengths
+
+
+def poisson_in_loops(rounds, rate, population):
+    """Of the clients that are drawn, and nobody else."""
+    total, numbers, taken_part = 0.0, [], [0] * population
+    for number in range(rounds):
+        cohort, is_drawn = sampling.Poisson(rate).draw(population, seed=4, round=number)
+        drawn = [client for client, is_in in zip(cohort.tolist(), is_drawn.tolist(), strict=True) if is_in]
+        stays = Availability(dropout=0.2, wait_for=4).mask(torch.tensor(drawn, dtype=torch.int64), seed=4, round=number)
+        there = [client for client, is_in in zip(drawn, stays.tolist(), strict=True) if is_in]
+        numbers.append(len(there))
+        if there:
+            total += sum(float(EXAMPLES[index]) for client in there for index in PARTS[client]) / len(there)
+        for client in there:
+            taken_part[client] += 1
+    return total, numbers, taken_part
+
+
+def on_poisson_rounds(rank, world_size, folder, rate, population):
+    """A whole run, and the end of one from its checkpoint, which the first number of ranks writes."""
+    with process_group() if world_size > 1 else contextlib.nullcontext():
+        total, numbers, taken_part = poisson_in_loops(14, rate, population)
+        run, store, lengths = poisson(None, rate, population)
+        figures = run.run(14)
+        assert [one["participants"] for one in figures] == numbers and 0 in numbers
+        assert float(run.state["value"]) == pytest.approx(total, rel=1e-12)
+        mine = range(rank, population, world_size)
+        assert store.rows(mine).tolist() == taken_part[rank::world_size]
+        if world_size == 3:
+            poisson(folder, rate, population)[0].run(5, checkpoint=folder / "run")
+        other, rows, _ = poisson(folder, rate, population)
+        other.load(folder / "run")
+        assert other.run(14) == figures[5:] and torch.equal(other.state["value"], run.state["value"])
+        assert rows.rows(mine).tolist() == taken_part[rank::world_size]
+        return run.state["value"].item(), {one["size"] for one in figures if "size" in one}, lengths
+
+
+@pytest.mark.parametrize("rate, population, sizes", [(0.25, 12, {4, 8}), (0.4, 2, {2})])
+def test_poisson_rounds_on_ranks_are_those_of_loops_over_the_drawn(pools, tmp_path, rate, population, sizes):
+    """With two clients one of three ranks has none."""
+    three = pools[3].run(on_poisson_rounds, args=(tmp_path, rate, population))
+    two = pools[2].run(on_poisson_rounds, args=(tmp_path, rate, population))
+    alone = on_poisson_rounds(0, 1, tmp_path, rate, population)
+    assert all(one[:2] == (alone[0], sizes) for one in (*three, *two))
+    assert population == 2 or two[0][2] != two[1][2], "ranks pad their data to lengths of their own"
+
+
+def test_rounds_of_changing_shapes_are_compiled_once_for_each():
+    shapes = []
+
+    @functools.cache
+    def compiled(clients):
+        return torch.compile(federated.program(sum_of_examples, clients=clients), backend="eager", dynamic=False)
+
+    def program(function, clients):
+        def run(state, examples, is_example, mask):
+            shapes.append(examples.shape)
+            return compiled(clients)(state, examples, is_example, mask)
+
+        return run
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        run, _, _ = poisson(None, 0.5, 6, program)
+        run.run(40)
+    num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert (
+        num_compiled == len(set(shapes)) and 3 <= num_compiled <= 4 and not torch._dynamo.utils.counters["graph_break"]
+    )
+    assert float(run.state["value"]) == pytest.approx(poisson_in_loops(40, 0.5, 6)[0], rel=1e-12)
 
 
 def test_checkpoints_that_fail_do_so_on_all_ranks(pool2, tmp_path):
