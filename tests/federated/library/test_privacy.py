@@ -10,7 +10,7 @@ from torch.func import grad, jvp
 
 from bagua import federated
 from bagua.errors import InvalidArgument
-from bagua.federated.library import privacy
+from bagua.federated.library import privacy, sampling
 from bagua.federated.library.aggregators import Median, SecureSum, add_noise
 from bagua.federated.library.privacy import PrivateMean
 from bagua.federated.library.sampling import seed_of
@@ -36,30 +36,31 @@ def private_mean(**options):
     )
 
 
-def in_loops(z, quantile):
+def in_loops(z, quantile, number=5):
+    """Of the five clients that take part, divided by `number`."""
     norm, means = 1.0, []
     z_sum = z if quantile is None else (z**-2 - (2 * 1.0) ** -2) ** -0.5
-    for number in range(ROUNDS):
-        value, below, total = updates(number), 0, torch.zeros(4, dtype=torch.float64)
+    for round in range(ROUNDS):
+        value, below, total = updates(round), 0, torch.zeros(4, dtype=torch.float64)
         for i in range(6):
             if MASK[i]:
                 flat = torch.cat([value["w"][i], value["b"][i].reshape(1)]).double()
                 length = flat.square().sum().sqrt().item()
                 total += flat * min(1.0, norm / length if length else 1.0)
                 below += length <= norm
-        unit = add_noise({"w": torch.zeros(3), "b": torch.zeros(())}, 1.0, 3, torch.tensor(number))
+        unit = add_noise({"w": torch.zeros(3), "b": torch.zeros(())}, 1.0, 3, torch.tensor(round))
         total = total + z_sum * norm * torch.cat([unit["w"], unit["b"].reshape(1)])
-        means.append(total / 5)
+        means.append(total / number)
         if quantile is not None:
-            noise = float(add_noise(torch.zeros(()), 1.0, seed_of(3, "quantile"), torch.tensor(number)))
-            norm *= math.exp(-0.2 * ((below + noise) / 5 - quantile))
+            noise = float(add_noise(torch.zeros(()), 1.0, seed_of(3, "quantile"), torch.tensor(round)))
+            norm *= math.exp(-0.2 * (0.5 + (below - 5 / 2 + noise) / number - quantile))
     return torch.stack(means), norm
 
 
 def on_ranks(rank, world_size, split):
     with process_group():
         own = federated.local_slice(6, num_local=split)
-        for options in ({}, {"quantile": None}, {"reduction": SecureSum()}):
+        for options in ({}, {"quantile": None}, {"reduction": SecureSum()}, {"denominator": 3.5}):
             mean = private_mean(**options)
             program = federated.program(mean, clients=6, num_local=split)
             state, found = mean.init(updates(0)), []
@@ -67,7 +68,7 @@ def on_ranks(rank, world_size, split):
                 mine = {name: leaf[own] for name, leaf in updates(number).items()}
                 value, state = program(mine, state, mask=MASK[own])
                 found.append(torch.cat([value["w"], value["b"].reshape(1)]))
-            means, norm = in_loops(0.8, options.get("quantile", 0.5))
+            means, norm = in_loops(0.8, options.get("quantile", 0.5), options.get("denominator", 5))
             torch.testing.assert_close(torch.stack(found), means.float(), rtol=1e-4, atol=1e-5)
             assert float(state["clip"]) == pytest.approx(norm, rel=1e-4) and state["round"] == ROUNDS
 
@@ -134,6 +135,27 @@ def test_both_noises_together_are_as_much_as_one():
     assert PrivateMean(noise_multiplier=1.0, clip=1.0, seed=0).stddevs(100) == (1.0, 0.0)
 
 
+def test_one_client_more_moves_the_sum_by_the_norm_and_the_number_below_it_by_a_half():
+    """With a denominator, where no number of clients is in the result."""
+    mean = private_mean(noise_multiplier=0.0, count_stddev=0.0, denominator=4.0)
+    program, state = federated.program(mean, clients=6), mean.init(updates(1))
+
+    def released(mask):
+        value, after = program(updates(1), state, mask=mask)
+        share = 0.5 - math.log(after["clip"]) / 0.2
+        return torch.cat([value["w"], value["b"].reshape(1)]) * 4, share * 4
+
+    (total, count), moved = released(MASK), []
+    for i in range(6):
+        other_total, other_count = released(MASK ^ (torch.arange(6) == i))
+        moved.append(float((total - other_total).norm()))
+        assert abs(count - other_count) == pytest.approx(0.5, abs=1e-4)
+    assert max(moved) == pytest.approx(1.0, abs=1e-5) and min(moved) < 0.9
+    assert mean.stddevs(4.0) == (0.0, 0.0)
+    by_default = PrivateMean(noise_multiplier=1.0, clip=1.0, quantile=0.5, seed=0, denominator=60.0)
+    assert federated.program(by_default, clients=2)(torch.zeros(2, 1), by_default.init(torch.zeros(1)))[0].isfinite()
+
+
 def test_it_is_differentiable():
     mean = private_mean()
     program, state = federated.program(mean, clients=6), mean.init(torch.zeros(3))
@@ -180,6 +202,71 @@ def test_epsilon_is_the_librarys():
 
 
 @pytest.mark.needs("dp_accounting")
+@pytest.mark.parametrize("rate, multiplier", [(0.005, 1.2), (1.0, 3.0)])
+def test_epsilon_of_poisson_cohorts_is_the_librarys(rate, multiplier):
+    import dp_accounting
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    gaussian = dp_accounting.GaussianDpEvent(multiplier)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), 300)
+    job = {"cohort": sampling.Poisson(rate), "population": 10_000, "delta": 1e-6}
+    found = privacy.epsilon(noise_multiplier=multiplier, rounds=300, **job)
+    assert found == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-3 if rate == 1 else 1e-12)
+    least = privacy.noise_multiplier(epsilon=found, rounds=300, **job)
+    assert multiplier - 1e-4 <= least <= multiplier + 1e-4
+
+
+@pytest.mark.needs("dp_accounting")
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_epsilon_of_poisson_cohorts_is_no_less_than_that_of_the_exact_mechanism(rate):
+    """One round: noise alone, and the mixture of it with noise around the norm; numerically, in both directions."""
+    multiplier, delta, step = 0.8, 1e-5, 1e-3
+    x = torch.arange(-12, 12, step, dtype=torch.float64)
+    density = lambda mean: torch.exp(-(((x - mean) / multiplier) ** 2) / 2) / (multiplier * math.tau**0.5)  # noqa: E731
+    one, other = density(0.0), (1 - rate) * density(0.0) + rate * density(1.0)
+
+    def delta_of(epsilon):
+        excesses = [(a - math.exp(epsilon) * b).clamp(min=0).sum() * step for a, b in ((one, other), (other, one))]
+        return float(max(excesses))
+
+    found = privacy.epsilon(
+        noise_multiplier=multiplier, rounds=1, cohort=sampling.Poisson(rate), population=100, delta=delta
+    )
+    assert delta_of(found) <= delta <= delta_of(0.7 * found)
+
+
+@pytest.mark.needs("dp_accounting")
+def test_rounds_of_poisson_cohorts_with_a_budget_add_noise_also_where_nobody_is_drawn():
+    """A round left out would say that nobody was drawn."""
+    cohort, population, rounds = sampling.Poisson(rate=0.1), 10, 12
+    mean = PrivateMean(noise_multiplier=2.0, clip=1.0, seed=3, denominator=population * cohort.rate)
+    sizes = []
+
+    def step(state, round):
+        program = federated.program(mean, clients=len(round.cohort))
+        value, of_mean = program(torch.ones(len(round.clients), 1), state["mean"], mask=round.mask)
+        sizes.append(round.participants)
+        return {"model": state["model"] + value, "mean": of_mean}, {}
+
+    def simulation(budget):
+        state = {"model": torch.zeros(1), "mean": mean.init(torch.zeros(1))}
+        return federated.Simulation(step, state, population=population, cohort=cohort, seed=5, budget=budget)
+
+    budget = privacy.Budget(noise_multiplier=2.0, cohort=cohort, population=population, delta=1e-3)
+    run = simulation(budget)
+    figures = run.run(rounds)
+    drawn = [int(cohort.draw(population, seed=5, round=number)[1].sum()) for number in range(rounds)]
+    assert sizes == drawn == [one["participants"] for one in figures] and 0 in drawn and max(drawn) > 1
+    noise = [add_noise(torch.zeros(1), 2.0, 3, torch.tensor(number)) for number in range(rounds)]
+    torch.testing.assert_close(run.state["model"], sum(noise) + sum(drawn))
+    assert figures[-1]["epsilon"] == budget.spent(rounds)
+    sizes.clear()
+    simulation(None).run(rounds)
+    assert sizes == [number for number in drawn if number]
+
+
+@pytest.mark.needs("dp_accounting")
 def test_a_simulation_ends_where_its_budget_is_spent(tmp_path):
     job = {"cohort": 2, "population": 10}
     budget = privacy.Budget(noise_multiplier=3.0, delta=1e-5, epsilon=6.0, **job)
@@ -201,6 +288,29 @@ def test_a_simulation_ends_where_its_budget_is_spent(tmp_path):
         federated.Simulation(
             lambda state, round: (state, {}), torch.zeros(()), seed=1, budget=budget, cohort=3, population=10
         )
+
+
+@pytest.mark.needs("dp_accounting")
+@pytest.mark.parametrize(
+    "of_budget, options, message",
+    [
+        (
+            0.2,
+            {"cohort": 2},
+            r"a budget of cohorts of Poisson\(rate=0.2\) of 10 clients, but cohort=2 and population=10",
+        ),
+        (0.2, {"cohort": sampling.Poisson(0.1)}, r"but cohort=Poisson\(rate=0.1\)"),
+        (0.2, {"availability": federated.Availability(wait_for=1)}, "wait_for=1 with a budget of Poisson cohorts"),
+        (None, {"num_local": [10]}, r"num_local=\[10\] with cohort=Poisson\(rate=0.2\), whose size changes"),
+    ],
+)
+def test_simulations_that_are_no_fit(of_budget, options, message):
+    job = {"cohort": sampling.Poisson(0.2), "population": 10}
+    if of_budget is not None:
+        budget = privacy.Budget(noise_multiplier=3.0, delta=1e-5, cohort=sampling.Poisson(of_budget), population=10)
+        job["budget"] = budget
+    with pytest.raises(InvalidArgument, match=message):
+        federated.Simulation(lambda state, round: (state, {}), 0, seed=1, **{**job, **options})
 
 
 @pytest.mark.needs("dp_accounting")
@@ -260,6 +370,7 @@ MISTAKES = {
         lambda: privacy.Budget(noise_multiplier=1.0, cohort=1, population=2, delta=1e-5, epsilon=0.0),
         "epsilon=0",
     ),
+    "denominator": (lambda: private_mean(denominator=0.0), "denominator=0.0, expected None or a number of clients"),
     "cohort": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "cohort": 11}), "a cohort of 11 of 10"),
 }
 
