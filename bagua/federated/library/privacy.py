@@ -293,7 +293,10 @@ def noise_multiplier(
         return accounting.epsilon(accounting.divergences(multiplier, orders), rounds, delta)
 
     def least(high: float, orders: list[float], precision: float) -> float:
-        """Returns the smallest multiplier with which these orders spend no more, as they do not with `high`."""
+        """Returns the smallest multiplier, to the precision, with which these orders spend the epsilon or less.
+
+        With `high` they do.
+        """
         low = 0.99 * high
         while low > 0 and spends(low, orders)[0] <= epsilon:
             high, low = low, low - 2 * (high - low)
@@ -305,12 +308,12 @@ def noise_multiplier(
 
     # The epsilon is the least of those of all orders of divergence, and each order takes time. So the multiplier is
     # found for a few orders, and then for those around the best one there, until no order allows a smaller one.
-    high = 1.0
-    while spends(high, _FEW_ORDERS)[0] > epsilon:
+    few, high = sorted({*_FEW_ORDERS} & {*accounting.orders}), 1.0
+    while spends(high, few)[0] > epsilon:
         high *= 2
         if high > 1e12:
             raise InvalidArgument(f"epsilon={epsilon!r} is out of reach of {rounds} rounds: expected a larger one")
-    high = below = least(high, _FEW_ORDERS, high / 100)
+    high = below = least(high, few, high / 100)
     while True:
         found, best = spends(below)
         if found > epsilon:
@@ -322,7 +325,7 @@ def noise_multiplier(
             return high
 
 
-_FEW_ORDERS = [1.3, 1.7, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 48.0, 64.0]
+_FEW_ORDERS = [1.3, 1.7, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 48.0, 63.0]
 
 
 class _Accounting:

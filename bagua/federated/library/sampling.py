@@ -103,7 +103,7 @@ def padded_size(number: int) -> int:
 
     Shapes that change from round to round are compiled anew; with these, few occur. They are the multiples of 4 up to
     32, and from there on eight for each doubling: 36, 40, ... 64, 72, 80, ... 128, 144. So up to 3 are added to a small
-    number, and less than an eighth to a large one; a Poisson cohort has ten or so of these sizes, whatever its mean.
+    number, and less than an eighth to a large one; a Poisson cohort has at most ten or so of them, whatever its mean.
 
     Example:
         >>> [padded_size(number) for number in (0, 4, 5, 33, 65, 1000)]
@@ -114,8 +114,9 @@ def padded_size(number: int) -> int:
 
 
 def check_cohort(cohort: Any, population: int) -> None:
-    """Raises InvalidArgument unless the cohort is a Poisson, or a number of clients of the population."""
-    if not isinstance(cohort, Poisson) and not 1 <= integer("cohort", cohort) <= integer("population", population):
+    """Raises InvalidArgument unless the cohort is a Poisson, or a number of clients, of a population with clients."""
+    least = 1 if isinstance(cohort, Poisson) else integer("cohort", cohort)
+    if not 1 <= least <= integer("population", population):
         raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
 
 

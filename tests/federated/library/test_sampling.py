@@ -121,6 +121,7 @@ def test_seeds_depend_on_every_part():
         (lambda: sampling.cohort(3, 4, seed=1, round=0), "a cohort of 4 of 3 clients"),
         (lambda: sampling.Poisson(0.0), "rate=0.0, expected a probability above 0"),
         (lambda: sampling.Poisson(1.5), "rate=1.5"),
+        (lambda: sampling.check_cohort(sampling.Poisson(0.5), 0), r"a cohort of Poisson\(rate=0.5\) of 0 clients"),
         (lambda: sampling.participates([1], 1.5, seed=1, round=0), "rate=1.5"),
         (lambda: federated.local_slice(3, num_local=[1, 1, 1]), "a number for each of 1 ranks"),
     ],
