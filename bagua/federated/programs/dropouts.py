@@ -24,6 +24,7 @@ from bagua.federated.programs.secure_sum import added_codes, codes_of, cryptogra
 _SEED_BYTES = 32
 _HALF = 16  # bytes that are shared at once
 _NONCE = bytes(12)  # of keys that encrypt once
+_TAG_BYTES = 16  # which encryption adds
 
 
 def _shamir() -> Any:
@@ -67,6 +68,17 @@ def _public(secret: bytes) -> bytes:
 
 def _digest(seed: bytes) -> bytes:
     return hashlib.sha256(seed).digest()
+
+
+def like_keys(num_sums: int) -> list[bytes]:
+    """Returns public keys of a client, as long as any."""
+    return [bytes(_SEED_BYTES)] * (2 * num_sums + 1)
+
+
+def like_boxes(num_sums: int, num_clients: int, index: int) -> list[bytes]:
+    """Returns what ``Member.share`` of a client returns, as long as any."""
+    box = bytes(2 * _SEED_BYTES * num_sums + _TAG_BYTES)
+    return [b"" if other == index else box for other in range(num_clients)]
 
 
 def check_threshold(threshold: int, num_clients: int) -> None:

@@ -6,6 +6,7 @@ other. The head is text (distributed/plain_data.py), in which these are replaced
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from bagua.distributed import plain_data
 from bagua.errors import InvalidArgument
+from bagua.federated.programs.coded import Coded
 from bagua.federated.programs.fixed_point import FixedPoint
 
 _LENGTH_BYTES = 4
@@ -92,13 +94,25 @@ def read(data: bytes) -> dict[str, Any]:
 # ---- the messages of a run
 
 
+Coding = FixedPoint | Coded
+
+
 def opening(
-    session: bytes, graph: bytes, turns: Sequence[tuple[int, ...]], coding: FixedPoint, threshold: int | None = None
+    session: bytes, graph: bytes, turns: Sequence[tuple], coding: Coding, threshold: int | None = None
 ) -> dict[str, Any]:
-    """The first request, which each client answers by its public key, or with a threshold its public keys."""
-    of_sums = (coding.bits, coding.fraction_bits)
+    """The first request, which each client answers by its public key, or with a threshold its public keys.
+
+    Where sums are in the clear it answers by a name that it draws, as ``key``.
+    """
+    of_sums = dataclasses.astuple(coding)
     request = {"what": "open", "session": session, "graph": graph, "turns": list(map(tuple, turns)), "coding": of_sums}
     return request if threshold is None else {**request, "threshold": threshold}
+
+
+def coding_of(request: dict[str, Any]) -> Coding:
+    """The coding that an opening says."""
+    fields = request["coding"]
+    return Coded(*fields) if isinstance(fields[0], str) else FixedPoint(*fields)
 
 
 def round_request(session: bytes, number: int, values: Sequence[torch.Tensor], keys: Sequence[bytes]) -> dict[str, Any]:
@@ -112,6 +126,36 @@ def key(public_key: bytes) -> dict[str, Any]:
     return {"key": public_key}
 
 
+def keys(public_keys: Sequence[bytes]) -> dict[str, Any]:
+    """A client's answer to the opening with a threshold."""
+    return {"keys": list(public_keys)}
+
+
 def masked(codes: torch.Tensor, coding: FixedPoint, index: int) -> dict[str, Any]:
     """A client's answer in a round, its codes in their bits."""
     return {"masked": coding.pack(codes), "index": index}
+
+
+def in_the_clear(tensors: Sequence[torch.Tensor], index: int) -> dict[str, Any]:
+    """A client's answer in a round of a run in a codec."""
+    return {"coded": list(tensors), "index": index}
+
+
+def share(session: bytes, keys: Sequence[Sequence[bytes]]) -> dict[str, Any]:
+    """The request for shares, with a threshold."""
+    return {"what": "share", "session": session, "keys": [list(of_one) for of_one in keys]}
+
+
+def shares(encrypted: Sequence[bytes], index: int) -> dict[str, Any]:
+    """A client's answer to ``share``."""
+    return {"index": index, "shares": list(encrypted)}
+
+
+def reveal(session: bytes, number: int, survivors: Sequence[int]) -> dict[str, Any]:
+    """The request after a round, with a threshold."""
+    return {"what": "reveal", "session": session, "number": number, "survivors": list(survivors)}
+
+
+def revealed(of_clients: dict[int, bytes], index: int) -> dict[str, Any]:
+    """A client's answer to ``reveal``: a share of a secret of each client."""
+    return {"index": index, "revealed": of_clients}

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from bagua.errors import InvalidArgument
-from bagua.federated.programs import messages
+from bagua.federated.programs import dropouts, messages
+from bagua.federated.programs.coded import Coded
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import BROADCAST, EVERYWHERE, REDUCTIONS, SERVER, Graph, Node, Value
 from bagua.federated.programs.graph_files import to_bytes
@@ -94,11 +95,17 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
 
 
 class Turn(NamedTuple):
-    """Counts how many inputs a client gets in a round, how many nodes it computes, and how many outputs it gives."""
+    """Counts how many inputs a client gets in a round, how many nodes it computes, and its outputs, by reduction."""
 
     inputs: int
     nodes: int
-    outputs: int
+    outputs: tuple[int, ...]
+
+
+def counts_of(turns: Sequence[Turn]) -> tuple[int, int, int]:
+    """Returns how many inputs, nodes and outputs these rounds have together."""
+    outputs = sum(sum(turn.outputs) for turn in turns)
+    return sum(turn.inputs for turn in turns), sum(turn.nodes for turn in turns), outputs
 
 
 def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn]]:
@@ -118,7 +125,7 @@ def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn
         sent = this.sent_down
         own = [node for node in this.at_clients if needed.intersection(node.results)]
         parts = [value for node in this.up for value in node.args]
-        turns.append(Turn(len(sent), len(own), len(parts)))
+        turns.append(Turn(len(sent), len(own), tuple(len(node.args) for node in this.up)))
         inputs, nodes, outputs = [*inputs, *sent], [*nodes, *own], [*outputs, *parts]
     targets = {node.target for node in nodes}
     return replace(
@@ -158,28 +165,54 @@ class Cost:
         return "\n".join(lines)
 
 
-def cost_of(graph: Graph, *, coding: FixedPoint | None = None) -> Cost:
+def cost_of(graph: Graph, *, coding: FixedPoint | Coded | None = None, threshold: int | None = None) -> Cost:
     """Rounds and bytes of a graph.
 
     Args:
-        coding: the bytes are what ``run_on`` with it, and without a threshold, sends and gets in all: sums in these
-            bits, with the graph and the keys in the first round; up from the last client, whose number may have more
-            digits than others'. None: those of the values in their own dtypes.
+        coding: the bytes are what ``run_on`` with it sends and gets in all, with the graph and the keys in the first
+            round; up from the last client, whose number may have more digits than others'. None: those of the values
+            in their own dtypes.
+        threshold: as of ``run_on``, with a `coding`: the bytes of a run in which all answer. Those that drop out make
+            what the others send a little shorter.
     """
     rounds, _ = rounds_of(graph)
     if coding is None:
+        if threshold is not None:
+            raise InvalidArgument(f"threshold={threshold!r} of values in their own dtypes: give the coding, too")
         return Cost(tuple(one.bytes_down for one in rounds), tuple(one.bytes_up for one in rounds))
     ((_, size),) = graph.placements.items()
     of_clients, turns = client_side(graph, rounds)
-    session, key = bytes(16), bytes(32)
+    session, key, everyone, last = bytes(16), bytes(32), list(range(size)), size - 1
+    opening = messages.opening(session, to_bytes(of_clients), turns, coding, threshold)
+    has_shares = threshold is not None and isinstance(coding, FixedPoint)
     down, up = [], []
     for number, one in enumerate(rounds):
         values = [torch.zeros(value.shape, dtype=value.dtype, device="cpu") for value in one.sent_down]
-        down.append(len(messages.write(messages.round_request(session, number, values, [key] * size))))
-        numel = sum(math.prod(value.shape) * (1 + value.dtype.is_complex) for node in one.up for value in node.args)
-        codes = torch.zeros(numel, dtype=torch.int64, device="cpu")
-        up.append(len(messages.write(messages.masked(codes, coding, size - 1))))
-    if rounds:
-        down[0] += len(messages.write(messages.opening(session, to_bytes(of_clients), turns, coding)))
-        up[0] += len(messages.write(messages.key(key)))
+        request = messages.round_request(session, number, values, [] if has_shares else [key] * size)
+        exchanges = [(request, _answer(one, coding, last))]
+        if threshold is not None:
+            request["alive"] = everyone
+        if number == 0:
+            exchanges.append(
+                (opening, messages.keys(dropouts.like_keys(len(rounds))) if has_shares else messages.key(key))
+            )
+        if number == 0 and has_shares:
+            keys, boxes = dropouts.like_keys(len(rounds)), [dropouts.like_boxes(len(rounds), size, i) for i in everyone]
+            request["boxes"] = dict(enumerate(boxes))
+            exchanges.append((messages.share(session, [keys] * size), messages.shares(boxes[last], last)))
+        if has_shares:
+            shares = messages.revealed(dict.fromkeys(everyone, key), last)
+            exchanges.append((messages.reveal(session, number, everyone), shares))
+        down.append(sum(len(messages.write(request)) for request, _ in exchanges))
+        up.append(sum(len(messages.write(answer)) for _, answer in exchanges))
     return Cost(tuple(down), tuple(up))
+
+
+def _answer(round: Round, coding: FixedPoint | Coded, index: int) -> dict[str, Any]:
+    """Returns an answer of a client in a round, as long as any."""
+    if isinstance(coding, FixedPoint):
+        values = [value for node in round.up for value in node.args]
+        numel = sum(math.prod(value.shape) * (1 + value.dtype.is_complex) for value in values)
+        return messages.masked(torch.zeros(numel, dtype=torch.int64, device="cpu"), coding, index)
+    kinds = coding.messages_of([node.args for node in round.up])
+    return messages.in_the_clear([torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in kinds], index)

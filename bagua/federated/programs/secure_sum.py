@@ -8,7 +8,8 @@ in real numbers do not cancel exactly.
 
 A server that follows the protocol learns the sums and nothing else. One that does not could pass on public keys of its
 own; against that, exchange the clients' keys by a way that it does not control. It could also send the clients other
-graphs, or one whose sums are of a single client; against that, let clients answer graphs only that they know.
+graphs, or one whose sums are of a single client, or ask for sums in the clear (coded.py); against that, let clients
+answer graphs and codings only that they know.
 """
 
 from __future__ import annotations
