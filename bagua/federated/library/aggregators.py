@@ -235,7 +235,14 @@ class Quantize(Step):
     def init(self, like: Tree) -> torch.Tensor:
         return first_round()
 
-    def at_clients(self, value: Tree, state: torch.Tensor, clients: Placement) -> tuple[Tree, torch.Tensor]:
+    def at_clients(
+        self, value: Tree, state: torch.Tensor, clients: Placement, *, is_masked: bool = False
+    ) -> tuple[Tree, torch.Tensor]:
+        """Replaces the values; see ``Step``.
+
+        Args:
+            is_masked: whether a secure sum follows, to which codes of fixed point are sent, not messages.
+        """
         codec = codecs.get(self.codec)
         for leaf in pytree.tree_leaves(value):
             if leaf.dtype not in codec.dtypes:
@@ -253,7 +260,8 @@ class Quantize(Step):
 
         def quantize(value: Tree, round: torch.Tensor | None = None, client: torch.Tensor | None = None) -> Tree:
             leaves, structure = pytree.tree_flatten(value)
-            return pytree.tree_unflatten(coded(leaves, codec.spec, seed, round, client), structure)
+            sent = coded(leaves, codec.spec, seed, round, client, -1 if is_masked else clients.num_local)
+            return pytree.tree_unflatten(sent, structure)
 
         if not pytree.tree_leaves(value):
             return value, state + 1
@@ -635,7 +643,8 @@ class Aggregator:
                 value = pytree.tree_map(lambda leaf: times_weight(leaf, along(counts, leaf)), value)
                 is_weighted = True
             if index < self._reduction_index:
-                value, states[index] = step.at_clients(value, states[index], clients)
+                options = {"is_masked": isinstance(self._reduction, SecureSum)} if isinstance(step, Quantize) else {}
+                value, states[index] = step.at_clients(value, states[index], clients, **options)
         total: torch.Tensor | int = clients.size
         if counts is None or not after:
             value = self._reduction.reduce(value, mask, clients)

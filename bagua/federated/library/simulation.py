@@ -28,6 +28,7 @@ from bagua.distributed.devices import seeded
 from bagua.errors import InvalidArgument
 from bagua.federated.library import privacy, sampling
 from bagua.federated.library.clients import ClientStore
+from bagua.federated.verbs.operators import record
 from bagua.federated.verbs.placement import local_slice
 
 State = Any  # a pytree of tensors and numbers, equal on all ranks
@@ -158,7 +159,7 @@ class Simulation:
         >>> run = federated.Simulation(step, torch.zeros(()), population=100, cohort=10, seed=1)
         >>> figures = run.run(3)
         >>> len(figures), run.round, sorted(figures[0])
-        (3, 3, ['mean', 'participants'])
+        (3, 3, ['bytes_down', 'bytes_up', 'mean', 'participants'])
     """
 
     def __init__(
@@ -232,7 +233,9 @@ class Simulation:
             every: at least 1.
 
         Returns:
-            The figures of the rounds that ran: the step's, "participants", how many clients got through, and "epsilon".
+            The figures of the rounds that ran: the step's, "participants", how many clients got through, "bytes_down"
+            and "bytes_up", to and from each client of the programs that the step has called, as ``federated.record``
+            counts them, and "epsilon".
         """
         if every < 1:
             raise InvalidArgument(f"every={every!r}, expected at least 1")
@@ -293,14 +296,16 @@ class Simulation:
     def _run_one(self) -> dict[str, float]:
         round = self.sample(self.round)
         figures: Mapping[str, Any] = {}
+        counted = {"participants": float(round.participants), "bytes_down": 0.0, "bytes_up": 0.0}
         if round.participants or self._runs_for_nobody:
             round = self._with_rows(round)
             devices = {leaf.device for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
-            with seeded(round.seed, devices):
+            with seeded(round.seed, devices), record() as verbs:
                 try:
                     result = self._step(self.state, round)
                 except InvalidArgument as error:
                     raise InvalidArgument(f"in round {round.number}: {error}") from error
+            counted |= {"bytes_down": float(verbs.bytes_down), "bytes_up": float(verbs.bytes_up)}
             if self._clients is not None:
                 result = self._without_rows(self._clients, result, round)
             self.state, figures = result
@@ -308,7 +313,6 @@ class Simulation:
                 self._check_equal()
                 self._is_checked = True
         self.round += 1
-        counted = {"participants": float(round.participants)}
         if self._budget is not None:
             counted["epsilon"] = self._budget.spent(self.round)
         return {**{name: _number(name, x) for name, x in figures.items()}, **counted}

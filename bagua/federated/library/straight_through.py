@@ -20,8 +20,8 @@ from bagua.errors import InvalidArgument
 from bagua.federated.library.sampling import seed_of
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.verbs.linear import Linear, define
-from bagua.federated.verbs.operators import NAMESPACE, call
-from bagua.federated.verbs.placement import placement_of
+from bagua.federated.verbs.operators import NAMESPACE, call, count
+from bagua.federated.verbs.placement import mapping, placement_of
 from bagua.federated.verbs.reduction import first_client, gather_over_ranks
 
 Tensors = list[torch.Tensor]
@@ -41,9 +41,13 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Any:
 
 
 def _code(
-    value: torch.Tensor, round: torch.Tensor | None, client: torch.Tensor | None, codec: str, seed: int
+    value: torch.Tensor, round: torch.Tensor | None, client: torch.Tensor | None, codec: str, seed: int, num_local: int
 ) -> torch.Tensor:
-    """Codes each row of ``[..., numel]`` as a message; round and client are of their axes, or of size 1 there."""
+    """Codes each row of ``[..., numel]`` as a message; round and client are of their axes, or of size 1 there.
+
+    The rows are those of `num_local` clients in compiled code, where no client function runs, and else of its program;
+    -1 where messages are not what is sent.
+    """
     coding = codecs.get(codec)
     rows = value.contiguous().flatten(0, -2) if value.dim() > 1 else value.contiguous().unsqueeze(0)
     keys: list[int | None] = [None] * len(rows)
@@ -54,13 +58,19 @@ def _code(
     result = torch.empty_like(rows)
     for index, (row, key) in enumerate(zip(rows, keys, strict=True)):
         result[index] = coding.decode(coding.encode(row, key=key), row.numel(), row.dtype)
+    # A verb counts the values that are decoded, which are sent as messages.
+    saved = rows.shape[1] * rows.element_size() - coding.wire_bytes(rows.shape[1], rows.dtype)
+    running = mapping()
+    if num_local >= 0:
+        num_local = placement_of(running[-1]).num_local if running else num_local
+        count(up=-saved * (len(rows) // max(1, num_local)))
     return result.to(value.device).view(value.shape)
 
 
 _code_operator = _define(
-    "code(Tensor value, Tensor? round, Tensor? client, str codec, int seed) -> Tensor",
+    "code(Tensor value, Tensor? round, Tensor? client, str codec, int seed, int num_local) -> Tensor",
     _code,
-    lambda value, round, client, codec, seed: torch.empty_like(value),
+    lambda value, round, client, codec, seed, num_local: torch.empty_like(value),
 )
 
 
@@ -80,7 +90,12 @@ torch.library.register_vmap(f"{NAMESPACE}::code", _batch_of_code, lib=_library)
 
 
 def coded(
-    values: Sequence[torch.Tensor], codec: str, seed: int, round: torch.Tensor | None, client: torch.Tensor | None
+    values: Sequence[torch.Tensor],
+    codec: str,
+    seed: int,
+    round: torch.Tensor | None,
+    client: torch.Tensor | None,
+    num_local: int,
 ) -> Tensors:
     """Returns what the server decodes of one client's values, inside of its function: one message for each dtype.
 
@@ -89,6 +104,7 @@ def coded(
         codec: its spec, such as "qsgd:bits=4".
         seed: what a codec that rounds at random draws from, with the round and the number of the client.
         round, client: int64 ``[]``; None for a codec that does not.
+        num_local: how many clients this rank has; -1 if messages are not what they send, as in masked sums.
     """
     results = list(values)
     for dtype in {value.dtype for value in values}:  # nothing crosses ranks here, so their order does not matter
@@ -97,7 +113,7 @@ def coded(
         message = torch.cat(rows)
         plain = message.detach()
         # The sum that is added is 0, and has the derivative: in every mode, and in graphs.
-        message = _code_operator(plain, round, client, codec, seed) + (message - plain)
+        message = _code_operator(plain, round, client, codec, seed, num_local) + (message - plain)
         for index, part in zip(indices, message.split([row.shape[0] for row in rows]), strict=True):
             results[index] = part.reshape(values[index].shape)
     return results
@@ -116,7 +132,9 @@ def _modular_sum(values: Tensors, names: list[str], placement: str, options: lis
     has_failed = codes[0].new_zeros(1 if group is None else group.size)
     has_failed[0 if group is None else group.rank] = failure is not None
     names = [*names, "who is out of range"]
-    *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], clients.key, names)
+    values_summed = [*(code.sum(0) for code in codes), has_failed]
+    sent = [coding.packed_bytes(sum(x.numel() for x in values_summed[:-1])), sum(x.nbytes for x in values_summed)]
+    *sums, has_failed = call("reduce_sum", values_summed, clients.key, names, sent)
     with clients.everywhere():
         if failure is not None:
             raise failure
@@ -132,7 +150,17 @@ def _cotangents_of_sum(cotangents: Tensors, names: list[str], key: str, options:
     return [one.expand(number, *one.shape) for one in call("broadcast", cotangents, key, names)]
 
 
+def _gather(values: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+    count(up=_bytes_of_one(values))
+    return gather_over_ranks(placement_of(key), values, names)
+
+
+def _bytes_of_one(values: Tensors) -> int:
+    return sum(value.shape[1:].numel() * value.element_size() for value in values)
+
+
 def _own(values: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
+    count(down=_bytes_of_one(values))
     clients = placement_of(key)
     begin = first_client(clients)
     return [value[begin : begin + clients.num_local].clone() for value in values]
@@ -151,7 +179,7 @@ _RULES = {
         (1, 0),
     ),
     "gather": Linear(
-        lambda values, names, key, options: gather_over_ranks(placement_of(key), values, names),
+        _gather,
         lambda *cotangents: _OPERATORS["own"](*cotangents),
         _sized(lambda clients: (clients.size,)),
         batch=(1, 1),

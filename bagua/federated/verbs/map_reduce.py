@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from bagua.errors import InvalidArgument
 from bagua.federated.verbs.as_it_is import check_as_it_is
 from bagua.federated.verbs.closures import check_no_script, current_level
-from bagua.federated.verbs.operators import call
+from bagua.federated.verbs.operators import call, sent_as
 from bagua.federated.verbs.placement import Placement, current
 from bagua.federated.verbs.randomness import Draws, as_if_not_drawn, rewind
 from bagua.federated.verbs.recomputation import HAS_CHANGED, Calls, as_called_now
@@ -142,7 +142,7 @@ def map_reduce(
         results = _sums_of_each(function, splat(arguments), clients, lambda x: check(x, verb), seen)
     if reduce == "sum":  # rounded once on each rank, as by the two verbs
         results = [leaf.to(dtype) for leaf, dtype in zip(results, seen[1], strict=True)]
-    reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
+    reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients, sent_as(seen[1], results))
     results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
     return pytree.tree_unflatten(results, seen[0])
 

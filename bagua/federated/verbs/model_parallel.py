@@ -8,6 +8,7 @@ the verbs' operators. Under map_fn one collective serves all clients of this ran
 from __future__ import annotations
 
 from bagua.distributed.process_group import ProcessGroup
+from bagua.federated.verbs.operators import NOT_SENT
 from bagua.federated.verbs.placement import mapping, shards
 from bagua.federated.verbs.verbs import Tree, across, check_tensors
 
@@ -59,4 +60,4 @@ def reduce_from_group(value: Tree, group: ProcessGroup) -> Tree:
 
 
 def _over(operator: str, verb: str, value: Tree, group: ProcessGroup) -> Tree:
-    return across(operator, check_tensors(value, verb), shards(group, mapping()))
+    return across(operator, check_tensors(value, verb), shards(group, mapping()), NOT_SENT)

@@ -31,12 +31,33 @@ NAMESPACE = "bagua_federated"
 Tensors = list[torch.Tensor]
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_recorded: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("bagua_verbs", default=None)
+_recorded: contextvars.ContextVar[Record | None] = contextvars.ContextVar("bagua_verbs", default=None)
+
+
+class Record(list[str]):
+    """The names of verbs that have run, and their bytes.
+
+    Attributes:
+        bytes_down: of what the server has sent to each client.
+        bytes_up: of what each client has sent.
+    """
+
+    bytes_down = 0
+    bytes_up = 0
+
+    def add(self, *, down: int = 0, up: int = 0) -> None:
+        """Counts bytes; negative ones where a codec sends less than the values that a verb has counted."""
+        self.bytes_down += down
+        self.bytes_up += up
 
 
 @contextmanager
-def record() -> Iterator[list[str]]:
-    """The names of the verbs that run inside, in their order, those of derivatives too.
+def record() -> Iterator[Record]:
+    """The names of the verbs that run inside, in their order, those of derivatives too, and the bytes of a client.
+
+    Bytes do not depend on the number of ranks: they are those of the values in their own dtypes, of the messages of
+    ``Quantize`` and of the fixed point numbers of ``SecureSum``. Every verb that runs counts; ``federated.run_on``
+    sends a value once that is broadcast twice, and nothing for results that are not used, nor constants.
 
     Example:
         >>> from bagua import federated
@@ -47,24 +68,59 @@ def record() -> Iterator[list[str]]:
         ...     gradient = torch.func.grad(loss)(torch.tensor(1.0), torch.ones(3))
         >>> verbs
         ['broadcast', 'reduce_mean', 'broadcast', 'reduce_sum']
+        >>> verbs.bytes_down, verbs.bytes_up
+        (8, 8)
     """
-    verbs: list[str] = []
+    verbs, outer = Record(), _recorded.get()
     token = _recorded.set(verbs)
     try:
         with torch.autograd.set_multithreading_enabled(False):  # or a device's backward would not see the list
             yield verbs
     finally:
         _recorded.reset(token)
+        if outer is not None:
+            outer += verbs
+            outer.add(down=verbs.bytes_down, up=verbs.bytes_up)
+
+
+def count(*, down: int = 0, up: int = 0) -> None:
+    """Adds bytes to and from each client to the record in force, if there is one."""
+    verbs = _recorded.get()
+    if verbs is not None:
+        verbs.add(down=down, up=up)
+
+
+def sent_as(dtypes: Sequence[torch.dtype], values: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the option of an operator on values that clients have in these dtypes: it says how many bytes count."""
+    sizes = {(dtype.itemsize, value.dtype.itemsize) for dtype, value in zip(dtypes, values, strict=True)}
+    if all(own == held for own, held in sizes):
+        return []
+    if len(sizes) == 1:
+        return list(*sizes)
+    numels = [value.numel() for value in values]
+    return [
+        sum(numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)),
+        sum(numel * value.dtype.itemsize for numel, value in zip(numels, values, strict=True)),
+    ]
+
+
+NOT_SENT = [0, 1]  # the option of an operator of which nothing is between a client and the server
 
 
 # ---- what they compute, and what their cotangents become
 
 
 def _recording(name: str, compute: Callable) -> Callable:
+    """A kernel that notes the verb. Options are none, or how many bytes are sent for how many of the values."""
+
     def kernel(values: Tensors, names: list[str], key: str, options: list[int]) -> Tensors:
         verbs = _recorded.get()
         if verbs is not None:
             verbs.append(name)
+            num_bytes = sum(value.numel() * value.dtype.itemsize for value in values)
+            if options:
+                num_bytes = num_bytes * options[0] // max(1, options[1])
+            verbs.add(**{"down" if name == "broadcast" else "up": num_bytes})
         return compute(values, names, key)
 
     return kernel
@@ -112,6 +168,6 @@ _RULES = {
 _OPERATORS = {name: define(_library, name, rule) for name, rule in _RULES.items()}
 
 
-def call(name: str, values: Tensors, key: str, names: Sequence[str] = ()) -> Tensors:
-    """The operator on all tensors at once, whose names the ranks compare."""
-    return _OPERATORS[name](values, list(names), key, [])
+def call(name: str, values: Tensors, key: str, names: Sequence[str] = (), sent: Sequence[int] = ()) -> Tensors:
+    """The operator on all tensors at once, whose names the ranks compare; `sent` is of ``sent_as``."""
+    return _OPERATORS[name](values, list(names), key, list(sent))

@@ -19,7 +19,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.verbs.as_it_is import check_as_it_is, check_result, each, trace_code
 from bagua.federated.verbs.closures import check_closures, check_no_script, version_of
 from bagua.federated.verbs.names import flatten_named
-from bagua.federated.verbs.operators import call
+from bagua.federated.verbs.operators import call, sent_as
 from bagua.federated.verbs.placement import Frame, Placement, current, run_in
 from bagua.federated.verbs.randomness import draw_for_rank
 from bagua.federated.verbs.recomputation import Calls
@@ -410,17 +410,20 @@ def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
     if tracing():
         return pytree.tree_unflatten(_across(verb, names, leaves, clients), structure)
     wide = [widened(leaf) if verb == "reduce_mean" else leaf for leaf in leaves]
-    results = _across(verb, names, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients)
+    sums = [leaf.sum(0, dtype=leaf.dtype) for leaf in wide]
+    results = _across(verb, names, sums, clients, sent_as([leaf.dtype for leaf in leaves], sums))
     return pytree.tree_unflatten([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)], structure)
 
 
-def across(verb: str, value: Tree, clients: Placement) -> Tree:
-    """The operator on the leaves of a pytree, whose names the ranks compare."""
+def across(verb: str, value: Tree, clients: Placement, sent: Sequence[int] = ()) -> Tree:
+    """The operator on the leaves of a pytree, whose names the ranks compare; `sent` is of ``operators.sent_as``."""
     names, leaves, structure = flatten_named(value)
-    return pytree.tree_unflatten(_across(verb, names, leaves, clients), structure)
+    return pytree.tree_unflatten(_across(verb, names, leaves, clients, sent), structure)
 
 
-def _across(verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
+def _across(
+    verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], clients: Placement, sent: Sequence[int] = ()
+) -> list[torch.Tensor]:
     """Applies the operator to leaves with derivatives and to those without, each by themselves."""
     results = list(leaves)
     for has_derivatives in (True, False):
@@ -431,7 +434,7 @@ def _across(verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], cli
         if tracing():  # where nothing is sent
             found = traced_call(verb, values, clients.key)
         else:
-            found = call(verb, values, clients.key, [names[i] for i in indices])
+            found = call(verb, values, clients.key, [names[i] for i in indices], sent)
         for index, result in zip(indices, found, strict=True):
             results[index] = result
     return results

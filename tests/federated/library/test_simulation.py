@@ -71,7 +71,12 @@ def test_rounds_are_those_of_loops():
         taking_part = [client for client, is_there in zip(cohort, mask, strict=True) if is_there]
         mean = sum(TARGETS[client] for client in taking_part) / len(taking_part)
         total = total + mean
-        assert figures[number] == {"first": pytest.approx(float(mean[0]), rel=1e-5), "participants": len(taking_part)}
+        assert figures[number] == {
+            "first": pytest.approx(float(mean[0]), rel=1e-5),
+            "participants": len(taking_part),
+            "bytes_down": 0,
+            "bytes_up": 3 * 4 + 4,  # with the weight
+        }
         assert seen[number].cohort.tolist() == seen[number].clients.tolist() == cohort
     torch.testing.assert_close(run.state["total"], total)
     assert run.round == 5 and run.run(5) == []
@@ -254,7 +259,8 @@ def test_stragglers_are_dropped():
 
 def test_a_round_without_anybody_changes_nothing():
     run = simulation(availability=Availability(dropout=1.0))
-    assert run.run(2) == [{"participants": 0.0}] * 2 and leaves_of(run) == leaves_of(simulation())
+    nothing = {"participants": 0.0, "bytes_down": 0.0, "bytes_up": 0.0}
+    assert run.run(2) == [nothing] * 2 and leaves_of(run) == leaves_of(simulation())
 
 
 # ---- figures
@@ -274,7 +280,7 @@ def test_figures_are_written_and_shown(capsys):
     assert run.values() == {}
     figures = run.run(2)
     expected = [(f"digits/{name}", value, i) for i, one in enumerate(figures) for name, value in one.items()]
-    assert writer.scalars == expected and len(expected) == 4
+    assert writer.scalars == expected and len(expected) == 8
     assert {**run.values(), "round_seconds": 0} == {"rounds": 2, "round_seconds": 0, **figures[1]}
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["digits: 1 of 2 rounds", "digits: 2 of 2 rounds"]
