@@ -244,19 +244,10 @@ class Quantize(Step):
             is_masked: whether a secure sum follows, to which codes of fixed point are sent, not messages.
         """
         codec = codecs.get(self.codec)
-        for leaf in pytree.tree_leaves(value):
-            if leaf.dtype not in codec.dtypes:
-                names = ", ".join(map(str, codec.dtypes))
-                raise InvalidArgument(f"Quantize({self.codec!r}) of {leaf.dtype}, expected one of {names}")
+        _check_encodes(codec, pytree.tree_leaves(value), f"Quantize({self.codec!r})")
         seed, placed = seed_of(self.seed, "quantize"), [value]
         if codec.is_random:
-            if tracing():
-                raise InvalidArgument(
-                    f"Quantize({self.codec!r}) in a traced program, whose clients do not know their numbers, from "
-                    "which it draws: use a codec that does not round at random"
-                )
-            begin = first_client(clients)
-            placed += [broadcast(state, placement=clients.name), torch.arange(begin, begin + clients.num_local)]
+            placed += [broadcast(state, placement=clients.name), _numbers_of(clients, f"Quantize({self.codec!r})")]
 
         def quantize(value: Tree, round: torch.Tensor | None = None, client: torch.Tensor | None = None) -> Tree:
             leaves, structure = pytree.tree_flatten(value)
@@ -274,6 +265,92 @@ class Quantize(Step):
         for leaf in leaves:
             numels[leaf.dtype] += leaf.numel()
         return sum(codec.wire_bytes(numel, dtype) for dtype, numel in numels.items())
+
+
+def quantize(
+    value: Tree, residual: Tree, codec: str, *, seed: int | None = None, placement: str | None = None
+) -> tuple[Tree, Tree]:
+    """``Quantize`` with error feedback: a client adds to its value what its last message has lost.
+
+    What is lost belongs to the client: keep it in a ``ClientStore``. Then rounds are those of clients that
+    ``federated.run_on`` asks with ``Coded(codec)``, for which it is the whole pytree of one reduction.
+
+    Args:
+        value: placed values, ``[num_local, ...]`` each, floating.
+        residual: of the same structure and shapes, float32, what the last message has lost; at first zeros.
+        codec: its name with options, such as "topk:k=8"; see bagua.codecs.
+        seed: what codecs that round at random draw from, with the number of the client in its program: another one
+            for each round, such as ``Round.seed``. None for other codecs.
+        placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+    Returns:
+        What the server decodes, with derivatives straight through as of ``Quantize``, and the new residual, which is
+        the old one at clients whose message has what is not finite.
+
+    Raises:
+        InvalidArgument: no such codec, or one whose residuals would grow, or one that rounds at random without a seed
+            or in a traced program; values of a dtype that it does not encode, or residuals that are not of the values.
+
+    Example:
+        >>> import torch
+        >>> from bagua import federated
+        >>> @federated.program(clients=2)
+        ... def mean(values, residual):
+        ...     sent, residual = federated.aggregators.quantize(values, residual, "topk:k=8")
+        ...     return federated.reduce_mean(sent), residual
+        >>> values = torch.arange(20.0).expand(2, 20)
+        >>> first, residual = mean(values, torch.zeros(2, 20))
+        >>> second, residual = mean(values, residual)
+        >>> first[:12].any(), second[10:12]
+        (tensor(False), tensor([20., 22.]))
+    """
+    clients, verb = current(placement, "quantize"), f"quantize by {codec!r}"
+    coding = codecs.get(codec)
+    coding.check_error_feedback(True)
+    value = check_floating(check_placed(value, clients, verb), verb)
+    leaves, structure = pytree.tree_flatten(value)
+    _check_encodes(coding, leaves, verb)
+    expected = pytree.tree_map(lambda leaf: (torch.float32, leaf.shape), value)
+    given = pytree.tree_map(lambda leaf: (leaf.dtype, leaf.shape), check_placed(residual, clients, verb))
+    if given != expected:
+        raise InvalidArgument(f"{verb} with residuals {given}, expected {expected}: zeros before the first round")
+    if not leaves:
+        return value, residual
+    placed = [leaves, pytree.tree_leaves(residual)]
+    if coding.is_random:
+        if seed is None:
+            raise InvalidArgument(f"{verb}, which rounds at random: give a seed, another one for each round")
+        placed.append(_numbers_of(clients, verb))
+
+    def client(values: list, kept: list, number: torch.Tensor | None = None) -> tuple[list, list]:
+        wide = [widened(one) + old.detach() for one, old in zip(values, kept, strict=True)]
+        rounded = [one.to(like.dtype) for one, like in zip(wide, values, strict=True)]
+        round = None if number is None else torch.zeros_like(number)
+        key = seed_of(seed or 0, "quantize")
+        sent = coded(rounded, coding.spec, key, round, number, clients.num_local)
+        lost = [(one - message).detach() for one, message in zip(wide, sent, strict=True)]
+        is_finite = torch.stack([one.isfinite().all() for one in lost]).all()
+        return sent, [torch.where(is_finite, new, old) for new, old in zip(lost, kept, strict=True)]
+
+    sent, lost = map_fn(client, tuple(placed), placement=clients.name)
+    return pytree.tree_unflatten(sent, structure), pytree.tree_unflatten(lost, structure)
+
+
+def _check_encodes(codec: codecs.Codec, leaves: list[torch.Tensor], title: str) -> None:
+    for leaf in leaves:
+        if leaf.dtype not in codec.dtypes:
+            raise InvalidArgument(f"{title} of {leaf.dtype}, expected one of {', '.join(map(str, codec.dtypes))}")
+
+
+def _numbers_of(clients: Placement, title: str) -> torch.Tensor:
+    """Returns the numbers of this rank's clients, from which codecs that round at random draw."""
+    if tracing():
+        raise InvalidArgument(
+            f"{title} in a traced program, whose clients do not know their numbers, from which it draws: use a codec "
+            "that does not round at random"
+        )
+    begin = first_client(clients)
+    return torch.arange(begin, begin + clients.num_local)
 
 
 # ---- over all clients
