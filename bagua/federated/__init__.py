@@ -14,6 +14,7 @@ from bagua.federated.library.aggregators import gather
 from bagua.federated.library.clients import ClientStore
 from bagua.federated.library.simulation import Availability, Simulation
 from bagua.federated.programs.coded import Coded
+from bagua.federated.programs.deltas import Deltas
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import Graph
 from bagua.federated.programs.platform import Client, IsolatedClients, Platform, run_on
@@ -35,6 +36,7 @@ __all__ = [
     "ClientStore",
     "Coded",
     "Cost",
+    "Deltas",
     "FixedPoint",
     "Graph",
     "IsolatedClients",

@@ -98,7 +98,12 @@ Coding = FixedPoint | Coded
 
 
 def opening(
-    session: bytes, graph: bytes, turns: Sequence[tuple], coding: Coding, threshold: int | None = None
+    session: bytes,
+    graph: bytes,
+    turns: Sequence[tuple],
+    coding: Coding,
+    threshold: int | None = None,
+    deltas: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The first request, which each client answers by its public key, or with a threshold its public keys.
 
@@ -106,6 +111,8 @@ def opening(
     """
     of_sums = dataclasses.astuple(coding)
     request = {"what": "open", "session": session, "graph": graph, "turns": list(map(tuple, turns)), "coding": of_sums}
+    if deltas is not None:
+        request["deltas"] = deltas
     return request if threshold is None else {**request, "threshold": threshold}
 
 

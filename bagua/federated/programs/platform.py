@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from bagua.errors import InvalidArgument
 from bagua.federated.programs import coded, dropouts, messages, secure_sum
 from bagua.federated.programs.coded import Coded
+from bagua.federated.programs.deltas import Deltas, Receiving, Sending
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name, operator_of
 from bagua.federated.programs.graph_files import from_bytes, to_bytes
@@ -92,6 +93,7 @@ def run_on(
     *,
     coding: FixedPoint | Coded | None = None,
     threshold: int | None = None,
+    deltas: Deltas | None = None,
     **values: Tree,
 ) -> Tree:
     """Returns what the traced function returns, computed by a server and the platform's clients.
@@ -109,6 +111,7 @@ def run_on(
             A sum then is of those whose values came, and a mean is their mean; numbers of clients that the graph has
             computed with, as in the derivative of a mean, stay. With masks it takes an exchange more in all, and one
             per round. None: all must answer.
+        deltas: sends changes of the arguments that are broadcast, since the last run with this object.
         values: the server's, by the names of the traced function's arguments.
 
     Raises:
@@ -128,7 +131,9 @@ def run_on(
     device = _device_of(known)
     session = secrets.token_bytes(16)
     clients_graph, turns = client_side(graph, rounds)
-    opening = messages.opening(session, to_bytes(clients_graph), turns, coding, threshold)
+    sending = None if deltas is None else Sending(deltas, graph, [value for one in rounds for value in one.sent_down])
+    of_deltas = None if sending is None else sending.request
+    opening = messages.opening(session, to_bytes(clients_graph), turns, coding, threshold, of_deltas)
     platform.bytes_down, platform.bytes_up = 0, 0.0
     sums_over: _All
     if isinstance(coding, Coded):
@@ -139,18 +144,25 @@ def run_on(
         dropouts.check_threshold(threshold, size)
         sums_over = _AnyOf(platform, size, session, coding, threshold)
     if rounds:  # no client is asked what the server knows
-        sums_over.open(opening)
+        replies = sums_over.open(opening)
+        if sending is not None:
+            sending.start(replies)
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
         sent = [known[value] for value in this.sent_down]
+        extra: dict[str, Any] = {}
+        if sending is not None:
+            sent, extra = sending.write(this.sent_down, sent), {"base": sending.base}
         likes = [_like(value, node.verb) for node in this.up for value in node.args]
-        found, num_left = sums_over.sums(number, sent, likes)
+        found, num_left = sums_over.sums(number, sent, likes, extra)
         sums = [total.to(device) for total in found]
         for node in this.up:
             for result in node.results:
                 total = sums.pop(0)
                 known[result] = (total / num_left).to(result.dtype) if node.verb == "reduce_mean" else total
+    if sending is not None:
+        sending.end(session)
     for node in last:
         known.update(zip(node.results, _at_server(graph, node, known), strict=True))
     leaves = [known[output] if isinstance(output, Value) else output for output in graph.outputs]
@@ -164,15 +176,18 @@ class _All:
         self._platform, self._size, self._session, self._coding = platform, size, session, coding
         self._keys: list[Any] = []
 
-    def open(self, opening: dict[str, Any]) -> None:
-        self._keys = _replies(self._platform, opening, "key", self._size)
+    def open(self, opening: dict[str, Any]) -> list[dict[str, Any]]:
+        """Begins the run, and returns the replies."""
+        replies = _replies(self._platform, opening, "key", self._size)
+        self._keys = [reply["key"] for reply in replies]
+        return replies
 
     def sums(
-        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], extra: dict[str, Any]
     ) -> tuple[list[torch.Tensor], int]:
-        """Returns the sums of a round, and over how many clients they are."""
-        request = messages.round_request(self._session, number, sent, self._keys)
-        masked = _replies(self._platform, request, "masked", self._size)
+        """Returns the sums of a round, and over how many clients they are; `extra` is said in the request."""
+        request = messages.round_request(self._session, number, sent, self._keys) | extra
+        masked = [reply["masked"] for reply in _replies(self._platform, request, "masked", self._size)]
         return secure_sum.add_up(self._coding, masked, likes), self._size
 
 
@@ -184,17 +199,18 @@ class _AnyOf(_All):
         self._threshold, self._alive = threshold, list(range(size))
         self._boxes: dict[int, list[bytes]] = {}
 
-    def open(self, opening: dict[str, Any]) -> None:
-        replies = _exchanged(self._platform, opening)
-        self._keys = [reply["keys"] for reply in replies if isinstance(reply.get("keys"), list)]
+    def open(self, opening: dict[str, Any]) -> list[dict[str, Any]]:
+        replies = [one for one in _exchanged(self._platform, opening) if isinstance(one.get("keys"), list)]
+        self._keys = [reply["keys"] for reply in replies]
         self._alive = list(range(len(self._keys)))
         self._check_left("the exchange of keys")
         self._boxes = self._ask(messages.share(self._session, self._keys), "shares", "the exchange of shares")
+        return replies
 
     def sums(
-        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], extra: dict[str, Any]
     ) -> tuple[list[torch.Tensor], int]:
-        request = messages.round_request(self._session, number, sent, ()) | {"alive": self._alive}
+        request = messages.round_request(self._session, number, sent, ()) | {"alive": self._alive} | extra
         alive = self._alive
         if number == 0:
             request["boxes"] = self._boxes
@@ -248,16 +264,17 @@ class _InTheClear(_AnyOf):
         for reductions in self._reductions:
             coding.messages_of(reductions)  # raises for dtypes that the codec does not encode
 
-    def open(self, opening: dict[str, Any]) -> None:
-        replies = _exchanged(self._platform, opening)
-        self._keys = [reply["key"] for reply in replies if isinstance(reply.get("key"), bytes)]
+    def open(self, opening: dict[str, Any]) -> list[dict[str, Any]]:
+        replies = [one for one in _exchanged(self._platform, opening) if isinstance(one.get("key"), bytes)]
+        self._keys = [reply["key"] for reply in replies]
         self._alive = list(range(len(self._keys)))
         self._check_left("the exchange of names")
+        return replies
 
     def sums(
-        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+        self, number: int, sent: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], extra: dict[str, Any]
     ) -> tuple[list[torch.Tensor], int]:
-        request = messages.round_request(self._session, number, sent, self._keys)
+        request = messages.round_request(self._session, number, sent, self._keys) | extra
         if self._may_drop_out:
             request["alive"] = self._alive
         found = self._ask(request, "coded", f"round {number}")
@@ -310,8 +327,8 @@ def _like(value: Value, verb: str) -> torch.Tensor:
     return widened(like) if verb == "reduce_mean" else like
 
 
-def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -> list:
-    """Returns what each client replies under that key.
+def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -> list[dict[str, Any]]:
+    """Returns the reply of each client, which has that key.
 
     Raises:
         InvalidArgument: it is not one reply of each client.
@@ -330,7 +347,7 @@ def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -
         found = [reply.get("index", -1) for reply in replies]
         if sorted(map(str, found)) != sorted(map(str, range(size))):
             raise InvalidArgument(f"replies of the clients {found}, expected one of each of {size}")
-    return [reply[key] for reply in replies]
+    return replies
 
 
 def _at_server(graph: Graph, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
@@ -345,7 +362,8 @@ class Client:
     """One client of a run, and of the runs after it.
 
     From run to run it keeps what codecs have lost of its values, in float32: for each graph that it has answered, by
-    round and reduction. So give a client the same object, or its restored ``state``, in all runs.
+    round and reduction; and the server's values that changes are of (``Deltas``). So give a client the same object, or
+    its restored ``state``, in all runs.
 
     Args:
         functions: by name, those that graphs may call here: the functions of ``map_fn(vectorize=False)``. No other code
@@ -358,6 +376,7 @@ class Client:
         self._data = data
         self._graph: Graph | None = None
         self._residuals: dict[str, torch.Tensor] = {}  # by graph, round and message
+        self._received = Receiving()
 
     def state(self) -> bytes:
         """Returns what ``restore`` needs to answer the next request of a run, without the data.
@@ -367,7 +386,7 @@ class Client:
         A client is restored from its newest state only, for one that answers a round twice uses its masks twice.
         """
         if self._graph is None or (self._next == len(self._turns) and not self._must_reveal()):
-            return messages.write({"run": None, "residuals": self._residuals})
+            return self._written(None)
         _, done, sent = counts_of(self._turns[: self._next])
         needed = {value for node in self._graph.nodes[done:] for value in node.inputs} | set(self._graph.outputs[sent:])
         needed -= set(self._own_values())
@@ -378,6 +397,7 @@ class Client:
             "next": self._next,
             "coding": dataclasses.astuple(self._sum.coding),
             "survives": isinstance(self._sum, dropouts.Member),
+            "deltas": self._deltas,
             "sum": self._sum.state(),
             "known": {
                 number: self._known[value]
@@ -385,7 +405,10 @@ class Client:
                 if value in needed and value in self._known
             },
         }
-        return messages.write({"run": run, "residuals": self._residuals})
+        return self._written(run)
+
+    def _written(self, run: dict[str, Any] | None) -> bytes:
+        return messages.write({"run": run, "residuals": self._residuals, "received": self._received.state()})
 
     def _must_reveal(self) -> bool:
         return isinstance(self._sum, dropouts.Member) and not self._sum.has_ended(len(self._turns))
@@ -401,6 +424,7 @@ class Client:
         client = cls(functions, **data)
         kept = messages.read(state)
         client._residuals, run = kept["residuals"], kept["run"]
+        client._received = Receiving.restore(kept["received"])
         if run is not None:
             client._begin(run)
             client._next = run["next"]
@@ -427,7 +451,10 @@ class Client:
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
             raise InvalidArgument(f"a message with {', '.join(map(str, message)) or 'nothing'}: none that run_on sends")
         if message["what"] == "open":
-            return messages.write(self._open(message))
+            reply = self._open(message)
+            if self._deltas is not None and self._deltas["base"] is not None:
+                reply["has"] = self._deltas["base"] == self._received.run
+            return messages.write(reply)
         if self._graph is None or message["session"] != self._session:
             raise InvalidArgument(f"{message['what']} of another run: a client answers one run at a time")
         side = self._sum
@@ -447,6 +474,7 @@ class Client:
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._begin(message)
+        self._received.begin()
         coding = messages.coding_of(message)
         self._sum: secure_sum.SecureSum | dropouts.Member | coded.Sender
         if isinstance(coding, Coded):
@@ -467,7 +495,7 @@ class Client:
         if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
             raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} does not have")
         self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
-        self._session, self._next = run["session"], 0
+        self._session, self._next, self._deltas = run["session"], 0, run.get("deltas")
         self._known: dict[Value, torch.Tensor] = dict(self._own_values())
         self._device = _device_of(self._known)
 
@@ -495,7 +523,10 @@ class Client:
         sent = [value for value in graph.inputs if value.placement == SERVER][inputs:][: turn.inputs]
         if len(message["values"]) != len(sent):
             raise InvalidArgument(f"round {number} with {len(message['values'])} values, expected {len(sent)}")
-        self._known.update(zip(sent, (value.to(self._device) for value in message["values"]), strict=True))
+        given = message["values"]
+        if self._deltas is not None:
+            given = self._received.read(self._deltas, message["base"], self._session, inputs, sent, given)
+        self._known.update(zip(sent, (value.to(self._device) for value in given), strict=True))
         for node in graph.nodes[nodes:][: turn.nodes]:
             self._known.update(zip(node.results, self._compute(graph, node), strict=True))
         # A client sends parts of sums, masked or in a codec.

@@ -16,6 +16,7 @@ import torch
 from bagua.errors import InvalidArgument
 from bagua.federated.programs import dropouts, messages
 from bagua.federated.programs.coded import Coded
+from bagua.federated.programs.deltas import Deltas, Sending
 from bagua.federated.programs.fixed_point import FixedPoint
 from bagua.federated.programs.graph import BROADCAST, EVERYWHERE, REDUCTIONS, SERVER, Graph, Node, Value
 from bagua.federated.programs.graph_files import to_bytes
@@ -165,7 +166,13 @@ class Cost:
         return "\n".join(lines)
 
 
-def cost_of(graph: Graph, *, coding: FixedPoint | Coded | None = None, threshold: int | None = None) -> Cost:
+def cost_of(
+    graph: Graph,
+    *,
+    coding: FixedPoint | Coded | None = None,
+    threshold: int | None = None,
+    deltas: Deltas | None = None,
+) -> Cost:
     """Rounds and bytes of a graph.
 
     Args:
@@ -174,28 +181,37 @@ def cost_of(graph: Graph, *, coding: FixedPoint | Coded | None = None, threshold
             in their own dtypes.
         threshold: as of ``run_on``, with a `coding`: the bytes of a run in which all answer. Those that drop out make
             what the others send a little shorter.
+        deltas: as of ``run_on``, with a `coding`: the bytes of the next run with it, if all clients have what the last
+            one sent.
     """
     rounds, _ = rounds_of(graph)
     if coding is None:
-        if threshold is not None:
-            raise InvalidArgument(f"threshold={threshold!r} of values in their own dtypes: give the coding, too")
+        if threshold is not None or deltas is not None:
+            raise InvalidArgument("a threshold or deltas with values in their own dtypes: give the coding, too")
         return Cost(tuple(one.bytes_down for one in rounds), tuple(one.bytes_up for one in rounds))
     ((_, size),) = graph.placements.items()
     of_clients, turns = client_side(graph, rounds)
     session, key, everyone, last = bytes(16), bytes(32), list(range(size)), size - 1
-    opening = messages.opening(session, to_bytes(of_clients), turns, coding, threshold)
+    sending = None if deltas is None else Sending(deltas, graph, [value for one in rounds for value in one.sent_down])
+    of_deltas = None if sending is None else sending.request
+    opening = messages.opening(session, to_bytes(of_clients), turns, coding, threshold, of_deltas)
     has_shares = threshold is not None and isinstance(coding, FixedPoint)
     down, up = [], []
     for number, one in enumerate(rounds):
         values = [torch.zeros(value.shape, dtype=value.dtype, device="cpu") for value in one.sent_down]
+        if sending is not None:
+            values = sending.like(one.sent_down)
         request = messages.round_request(session, number, values, [] if has_shares else [key] * size)
+        if sending is not None:
+            request["base"] = sending.base
         exchanges = [(request, _answer(one, coding, last))]
         if threshold is not None:
             request["alive"] = everyone
         if number == 0:
-            exchanges.append(
-                (opening, messages.keys(dropouts.like_keys(len(rounds))) if has_shares else messages.key(key))
-            )
+            answer = messages.keys(dropouts.like_keys(len(rounds))) if has_shares else messages.key(key)
+            if sending is not None and sending.base is not None:
+                answer["has"] = True
+            exchanges.append((opening, answer))
         if number == 0 and has_shares:
             keys, boxes = dropouts.like_keys(len(rounds)), [dropouts.like_boxes(len(rounds), size, i) for i in everyone]
             request["boxes"] = dict(enumerate(boxes))
