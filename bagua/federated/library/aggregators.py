@@ -213,7 +213,8 @@ class Quantize(Step):
 
     What is coded depends on the client alone, so results do not depend on the number of ranks. (The collective that
     adds up what is decoded carries full precision.) Derivatives go straight through: in reverse mode cotangents, in
-    forward mode tangents are not coded.
+    forward mode tangents are not coded. On a platform messages are made by the coding of ``federated.run_on``: trace
+    the program without this step, and run it with ``Coded(codec)``.
 
     Args:
         codec: its name with options, such as "minmax_uint8" or "qsgd:bits=4"; see bagua.codecs.

@@ -23,6 +23,7 @@ from bagua.federated.verbs.linear import Linear, define
 from bagua.federated.verbs.operators import NAMESPACE, call, count
 from bagua.federated.verbs.placement import mapping, placement_of
 from bagua.federated.verbs.reduction import first_client, gather_over_ranks
+from bagua.federated.verbs.traced import tracing
 
 Tensors = list[torch.Tensor]
 
@@ -107,6 +108,8 @@ def coded(
         num_local: how many clients this rank has; -1 if messages are not what they send, as in masked sums.
     """
     results = list(values)
+    if tracing() and num_local > 0:
+        num_local = 0  # a graph is the same on all ranks, and is run by client functions
     for dtype in {value.dtype for value in values}:  # nothing crosses ranks here, so their order does not matter
         indices = [i for i, value in enumerate(values) if value.dtype == dtype]
         rows = [values[i].reshape(-1) for i in indices]

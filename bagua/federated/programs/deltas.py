@@ -111,6 +111,12 @@ def moved(codec: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return old + codecs.get(codec).decode(message, old.numel(), torch.float32).reshape(old.shape)
 
 
+def _known(values: dict[str, torch.Tensor], base: bytes | None, value: Value) -> torch.Tensor | None:
+    """Returns what is known of a value on both sides; None: it is sent as it is."""
+    known = None if base is None else values.get(value.name)
+    return known if known is not None and tuple(known.shape) == tuple(value.shape) else None
+
+
 class Sending:
     """The server's side of one run.
 
@@ -125,9 +131,7 @@ class Sending:
         self._new: dict[str, torch.Tensor] = {}
         self.at = [i for i, value in enumerate(sent_down) if value in own and is_coded(deltas.codec, value)]
         self._chosen = {sent_down[i] for i in self.at}
-        known = {name: value.shape for name, value in deltas._values.items()}
-        is_known = all(known.get(value.name) == value.shape for value in self._chosen)
-        self.base = deltas._run if is_known else None
+        self.base = deltas._run if self.at else None
 
     @property
     def request(self) -> dict[str, Any]:
@@ -143,10 +147,10 @@ class Sending:
         """Returns what is sent of the values of a round."""
         sent = []
         for value, tensor in zip(values, tensors, strict=True):
-            if value in self._chosen and self.base is None:
+            old = _known(self._deltas._values, self.base, value)
+            if value in self._chosen and old is None:
                 self._new[value.name] = widened(tensor.detach().cpu())
             elif value in self._chosen:
-                old = self._deltas._values[value.name]
                 tensor, self._new[value.name] = _change(self._deltas.codec, tensor, old)
             sent.append(tensor)
         return sent
@@ -156,7 +160,7 @@ class Sending:
         codec, found = codecs.get(self._deltas.codec), []
         for value in values:
             shape, dtype = value.shape, value.dtype
-            if value in self._chosen and self.base is not None:
+            if value in self._chosen and _known(self._deltas._values, self.base, value) is not None:
                 shape, dtype = (codec.wire_bytes(torch.Size(shape).numel(), torch.float32),), torch.uint8
             found.append(torch.zeros(shape, dtype=dtype, device="cpu"))
         return found
@@ -219,9 +223,9 @@ class Receiving:
             )
         found = list(sent)
         for place in places:
-            name = values[place].name
-            new = widened(sent[place]) if base is None else moved(request["codec"], sent[place], self.values[name])
-            self._new[name], found[place] = new, new.to(values[place].dtype)
+            old = _known(self.values, base, values[place])
+            new = widened(sent[place]) if old is None else moved(request["codec"], sent[place], old)
+            self._new[values[place].name], found[place] = new, new.to(values[place].dtype)
         if len(self._new) == len(request["at"]):  # all of them are there, not before
             self.values = {**({} if base is None else self.values), **self._new}
             self.run, self._new = session, {}

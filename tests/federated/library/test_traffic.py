@@ -138,6 +138,16 @@ def test_they_are_the_same_in_compiled_code(name):
     assert (verbs.bytes_down, verbs.bytes_up) == (down, up)
 
 
+@pytest.mark.parametrize("name", ["counted", "quantized", "quantized and secure"])
+def test_a_graph_counts_as_its_program(name):
+    """Of a secure sum it has the sum, of whose values masks and bits are ``run_on``'s."""
+    function, down, up = PROGRAMS[name]
+    graph = federated.trace(federated.program(function, clients=6), MODEL, ROWS, MASK)
+    with federated.record() as verbs:
+        graph(MODEL, ROWS, MASK)
+    assert (verbs.bytes_down, verbs.bytes_up) == (down, OWN if name == "quantized and secure" else up)
+
+
 def test_a_record_inside_of_another_counts_for_both():
     program = federated.program(lambda y: federated.reduce_sum(y), clients=6)
     with federated.record() as outer:

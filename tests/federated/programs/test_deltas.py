@@ -134,14 +134,24 @@ def test_other_graphs_share_what_was_sent():
     platform, deltas, kept = Saved(), Deltas(codec), [Kept(codec), Kept(codec)]
 
     @federated.program(clients=NUM_CLIENTS)
-    def evaluate(x, y):
-        return federated.reduce_mean(federated.map_fn(lambda x, y: (x - y) ** 2, (federated.broadcast(x), y)))
+    def evaluate(x, z, y):
+        shared = federated.broadcast((x, z))
+        return federated.reduce_mean(federated.map_fn(lambda x, z, y: (x - y) ** 2 + z.sum(), (*shared, y)))
 
-    evaluation = federated.trace(evaluate, XS[0], ROWS)
+    z = Kept(codec)
+    evaluation = federated.trace(evaluate, XS[0], XS[0], ROWS)
     check(run(platform, deltas, 0), kept, 0)
-    found = federated.run_on(platform, evaluation, deltas=deltas, x=XS[1])
-    torch.testing.assert_close(found, evaluate(kept[0].send(XS[1]), ROWS), rtol=0, atol=1e-5)
-    check(run(platform, deltas, 2), kept, 2)
+    for number in (1, 3):  # the first time without a change of z
+        found = federated.run_on(platform, evaluation, deltas=deltas, x=XS[number], z=XS[number])
+        expected = evaluate(kept[0].send(XS[number]), z.send(XS[number]), ROWS)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+        check(run(platform, deltas, number + 1), kept, number + 1)
+    other = federated.trace(evaluate, XS[0, :7], XS[0, :7], ROWS[:, :7])  # other values of the same names
+    clients = [
+        federated.Client.restore(one.state(), y=row[:7]) for one, row in zip(platform.clients, ROWS, strict=True)
+    ]
+    found = federated.run_on(federated.IsolatedClients(clients), other, deltas=deltas, x=XS[0, :7], z=XS[0, :7])
+    torch.testing.assert_close(found, evaluate(XS[0, :7], XS[0, :7], ROWS[:, :7]), rtol=0, atol=1e-5)
 
 
 def test_errors_do_not_add_up():
