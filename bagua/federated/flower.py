@@ -9,6 +9,7 @@ not send to the server; so each round may be answered by another process. flwr i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +17,13 @@ from typing import Any
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 from bagua.federated.programs.platform import Client, Platform
 
+logger = logging.getLogger("bagua")
 _ACTION = "bagua"
 _RECORD = "bagua"  # of messages and of the context's state; its one array is _BYTES
 _BYTES = "bytes"
 _POLL_SECONDS = 0.1
+# In seconds. What is not answered expires after the wait for it: Flower would report an error instead.
+_TTL_BEYOND_TIMEOUT = 1.0
 
 
 def _flwr() -> tuple[Any, Any, Any]:
@@ -47,10 +51,15 @@ def _bytes(records: Any) -> bytes:
 class FlowerPlatform(Platform):
     """The nodes of a Flower grid, inside of a ServerApp.
 
+    A node drops out of a run, for good, when its client fails, Flower cannot reach it, or `timeout` ends before its
+    reply. As long as enough are left for the run's threshold, it is logged; otherwise the run ends with an error that
+    names the nodes.
+
     Args:
         grid: that Flower gives the ServerApp.
         clients: how many nodes there are, which are waited for; or the ids of those that take part.
-        timeout: in seconds, of the wait for nodes and of each exchange.
+        timeout: in seconds, of the wait for nodes and of each exchange. A node that is only late holds up one exchange
+            of a run by it. Flower itself takes a SuperNode that was killed for unreachable after a minute.
 
     Raises:
         InvalidArgument: there are more nodes than `clients`, so it is open which take part; flwr is not installed.
@@ -61,17 +70,21 @@ class FlowerPlatform(Platform):
         _flwr()
         self._grid, self._timeout, self._exchanges = grid, timeout, 0
         self.nodes = self._wait_for(clients) if isinstance(clients, int) else list(clients)
+        self.begin(len(self.nodes))
 
     @property
     def num_clients(self) -> int:
         return len(self.nodes)
 
+    def begin(self, enough: int) -> None:
+        self._enough, self._left = enough, list(self.nodes)
+
     def exchange(self, request: bytes) -> list[bytes]:
-        """Replies in the order of ``nodes``.
+        """Replies in the order of ``nodes``, of those that have not dropped out of the run.
 
         Raises:
-            DeadlineExceeded: nodes, which are named, did not reply within the timeout.
-            BaguaError: at nodes, which are named, the client failed; with the error of one.
+            BaguaError: too few are left after clients have failed at nodes, which are named; with the error of one.
+            DeadlineExceeded: too few are left after nodes, which are named, did not reply within the timeout.
         """
         app = _flwr()[0]
         number, self._exchanges = self._exchanges, self._exchanges + 1
@@ -81,40 +94,53 @@ class FlowerPlatform(Platform):
                 node,
                 f"{app.MessageType.QUERY}.{_ACTION}",
                 group_id=str(number),
-                ttl=self._timeout,
+                ttl=self._timeout + _TTL_BEYOND_TIMEOUT,
             )
-            for node in self.nodes
+            for node in self._left
         ]
-        replies = {reply.metadata.src_node_id: reply for reply in self._send(messages)}
-        failed = [node for node in self.nodes if node in replies and replies[node].has_error()]
-        if failed:
-            error = replies[failed[0]].error
-            raise BaguaError(
-                f"the client on node {', '.join(map(str, failed))} of Flower failed in exchange {number} of "
-                f"{len(self.nodes)} clients; node {failed[0]}, code {error.code}: {error.reason}"
-            )
-        missing = [node for node in self.nodes if node not in replies]
-        if missing:
+        replies, errors = self._send(messages)
+        missing = [node for node in self._left if node not in replies and node not in errors]
+        where = f"in exchange {number} of {len(self.nodes)} clients"
+        if len(replies) < self._enough:
+            if self._enough < len(self.nodes):
+                where += f", of which {self._enough} are needed and {len(self._left)} were left"
+            if errors:
+                node = next(iter(errors))
+                raise BaguaError(
+                    f"the client on node {', '.join(map(str, errors))} of Flower failed {where}; "
+                    f"node {node}, {errors[node]}"
+                )
             raise DeadlineExceeded(
-                f"node {', '.join(map(str, missing))} of Flower did not reply in exchange {number} of "
-                f"{len(self.nodes)} clients, within {self._timeout:g} s: is its SuperNode running?"
+                f"node {', '.join(map(str, missing))} of Flower did not reply {where}, within {self._timeout:g} s: "
+                "is its SuperNode running?"
             )
-        return [_bytes(replies[node].content) for node in self.nodes]
+        for node in (*errors, *missing):
+            reason = errors.get(node, f"no reply within {self._timeout:g} s")
+            logger.warning("node %s of Flower has dropped out %s: %s", node, where, reason)
+        self._left = [node for node in self._left if node in replies]
+        return [replies[node] for node in self._left]
 
-    def _send(self, messages: list[Any]) -> list[Any]:
-        """The replies that came, until one of them is an error: the rest of a sum that is lost is not waited for."""
-        waiting = set(self._grid.push_messages(messages))
-        replies: list[Any] = []
+    def _send(self, messages: list[Any]) -> tuple[dict[int, bytes], dict[int, str]]:
+        """Returns what came by node: replies, and errors; until none is waited for, or too few can still come."""
+        taken = set(self._grid.push_messages(messages))  # which has given each message its id
+        waiting = {one.metadata.message_id: one.metadata.dst_node_id for one in messages}
+        errors = {node: "not sent: Flower takes no message for it" for one, node in waiting.items() if one not in taken}
+        # An error that Flower itself reports of a node comes from the SuperLink, but replies to the node's message.
+        waiting = {one: node for one, node in waiting.items() if one in taken}
+        replies: dict[int, bytes] = {}
         deadline = time.monotonic() + self._timeout
-        while waiting and time.monotonic() < deadline:
-            came = list(self._grid.pull_messages(waiting))
-            replies += came
-            waiting -= {reply.metadata.reply_to_message_id for reply in came}
-            if any(reply.has_error() for reply in came):
+        while waiting and len(self._left) - len(errors) >= self._enough:
+            for reply in self._grid.pull_messages(set(waiting)):
+                node = waiting.pop(reply.metadata.reply_to_message_id)
+                if reply.has_error():
+                    errors[node] = f"code {reply.error.code}: {reply.error.reason}"
+                else:
+                    replies[node] = _bytes(reply.content)
+            if time.monotonic() >= deadline:
                 break
             if waiting:
                 time.sleep(_POLL_SECONDS)
-        return replies
+        return replies, errors
 
     def _wait_for(self, count: int) -> list[int]:
         deadline = time.monotonic() + self._timeout

@@ -56,6 +56,12 @@ class Platform(ABC):
     def num_clients(self) -> int:
         """The number of clients that answer."""
 
+    def begin(self, enough: int) -> None:  # noqa: B027
+        """A run begins, in which the replies of `enough` clients are enough. Does nothing, unless overridden.
+
+        A platform that can lose clients lets them drop out of each exchange of the run down to that many.
+        """
+
     @abstractmethod
     def exchange(self, request: bytes) -> Sequence[bytes]:
         """Gives the request to all clients.
@@ -64,7 +70,7 @@ class Platform(ABC):
             Their replies, one of each, in any order. In a run with a threshold some may be missing.
 
         Raises:
-            Exception: a client did not reply; the run ends with it. Where all must answer no sum can be had without.
+            Exception: fewer clients replied than are enough; the run ends with it.
         """
 
 
@@ -107,7 +113,7 @@ def run_on(
         graph: over one placement, of ``federated.trace``.
         coding: of the sums; None: FixedPoint(), of 62 bits with 32 behind the point. Coded(...): by a codec.
         threshold: how many clients are enough, more than two thirds, or any number in the clear; the others may drop
-            out at any point, for good, on a platform that then returns the replies that came (Flower's ends the run).
+            out at any point, for good, on a platform that then returns the replies that came, as Flower's does.
             A sum then is of those whose values came, and a mean is their mean; numbers of clients that the graph has
             computed with, as in the derivative of a mean, stay. With masks it takes an exchange more in all, and one
             per round. None: all must answer.
@@ -144,6 +150,7 @@ def run_on(
         dropouts.check_threshold(threshold, size)
         sums_over = _AnyOf(platform, size, session, coding, threshold)
     if rounds:  # no client is asked what the server knows
+        platform.begin(size if threshold is None else threshold)
         replies = sums_over.open(opening)
         if sending is not None:
             sending.start(replies)

@@ -197,6 +197,15 @@ def test_shares_that_a_client_makes_up_are_noticed():
         federated.run_on(platform, GRAPH, threshold=THRESHOLD, x=X)
 
 
+def test_a_platform_learns_at_the_start_how_many_are_enough():
+    platform, begun = Dropping(), []
+    platform.begin = lambda enough: begun.append((enough, len(platform.requests)))
+    federated.run_on(platform, GRAPH, threshold=THRESHOLD, x=X)
+    exchanges = len(platform.requests)
+    federated.run_on(platform, GRAPH, x=X)
+    assert begun == [(THRESHOLD, 0), (NUM_CLIENTS, exchanges)]
+
+
 @pytest.mark.parametrize("threshold", [4, 8, 0, True, 5.5])
 def test_thresholds(threshold):
     with pytest.raises(InvalidArgument, match="for 7 clients, expected more than two thirds of two or more"):
