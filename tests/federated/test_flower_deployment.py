@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua import federated
 from bagua.testing import free_port
-from tests.federated import flower_app
+from tests.federated import fedavg, flower_app
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 500
@@ -35,7 +34,7 @@ serverapp = "app:server"
 clientapp = "app:client"
 """
 APP = """
-from tests.federated import flower_app
+from tests.federated import fedavg, flower_app
 server = flower_app.server({folder!r})
 client = flower_app.client()
 """
@@ -75,7 +74,7 @@ def processes(environment, folder):
 
 def run(folder):
     """Returns what the app's server found: with all clients, and without the one that was killed."""
-    ports = [free_port() for _ in range(1 + flower_app.NUM_CLIENTS)]
+    ports = [free_port() for _ in range(1 + fedavg.NUM_CLIENTS)]
     for name, text in {
         "app/pyproject.toml": PROJECT,
         "app/app.py": APP.format(folder=str(folder)),
@@ -122,60 +121,23 @@ def deployed(tmp_path_factory):
     return run(tmp_path_factory.mktemp("deployment"))
 
 
-def total_on_a_rank(rank, world_size):
-    """The program on ranks, each with one client's rows."""
-    import bagua
-
-    bagua.init_process_group()
-    mine = slice(rank, rank + 1)
-    total = flower_app.fedavg(flower_app.MODEL, flower_app.INPUTS[mine], flower_app.ANSWERS[mine])
-    bagua.destroy_process_group()
-    return total
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(found[name], expected[name]), (name, found[name], expected[name])
-
-
-def of_isolated_clients(**options):
-    rows = zip(flower_app.INPUTS, flower_app.ANSWERS, strict=True)
-    clients = [federated.Client(inputs=inputs, answers=answers) for inputs, answers in rows]
-    options |= {"coding": flower_app.CODING, "model": flower_app.MODEL}
-    return federated.run_on(federated.IsolatedClients(clients), flower_app.graph(), **options)
-
-
-def check_against_a_loop(total, clients):
-    """The sum of the models of some clients, from which that of the codes differs by their steps."""
-    rows = [(flower_app.INPUTS[client], flower_app.ANSWERS[client]) for client in clients]
-    trained = [flower_app.train(flower_app.MODEL, *row) for row in rows]
-    for name, value in total.items():
-        expected = sum(one[name].double() for one in trained)
-        assert float((value - expected).abs().max()) < flower_app.CODING.tolerance(len(rows)) + 1e-6
-
-
 def test_ranks_give_the_bits_of_isolated_clients(pool4):
-    """And the program in one process; with these a deployment is compared."""
-    total = of_isolated_clients()
-    check_against_a_loop(total, range(4))
-    assert_same_bits(flower_app.fedavg(flower_app.MODEL, flower_app.INPUTS, flower_app.ANSWERS), total)
-    for of_rank in pool4.run(total_on_a_rank):
-        assert_same_bits(of_rank, total)
+    """And the program in one process; with these, other frameworks are compared."""
+    total = fedavg.on_isolated_clients()
+    fedavg.check_against_a_loop(total, range(fedavg.NUM_CLIENTS))
+    fedavg.check_same_bits(fedavg.program(fedavg.MODEL, fedavg.INPUTS, fedavg.ANSWERS), total)
+    for of_rank in pool4.run(fedavg.on_a_rank):
+        fedavg.check_same_bits(of_rank, total)
 
 
 @pytest.mark.timed
 @pytest.mark.slow("test_ranks_give_the_bits_of_isolated_clients")
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 @pytest.mark.needs("flwr", "Crypto")
-def test_a_deployment_gives_the_same_bits_and_bytes(deployed, pool4):
+def test_a_deployment_gives_the_same_bits_and_bytes(deployed):
     (of_all, _), _ = deployed
-    assert_same_bits(of_all["total"], of_isolated_clients())
-    for of_rank in pool4.run(total_on_a_rank):
-        assert_same_bits(of_rank, of_all["total"])
-    cost = federated.cost_of(flower_app.graph(), coding=flower_app.CODING)
-    assert (sum(of_all["down"]), sum(one[-1] for one in of_all["up"])) == (sum(cost.bytes_down), sum(cost.bytes_up))
-    assert [len(one) for one in of_all["up"]] == [4, 4]
+    fedavg.check_same_bits(of_all["total"], fedavg.on_isolated_clients())
+    fedavg.check_cost(of_all)
 
 
 @pytest.mark.timed
@@ -184,7 +146,7 @@ def test_a_deployment_gives_the_same_bits_and_bytes(deployed, pool4):
 @pytest.mark.needs("flwr", "Crypto")
 def test_a_run_survives_a_supernode_that_is_killed(deployed):
     (_, without_one), ports = deployed
-    check_against_a_loop(without_one["total"], {0, 1, 2, 3} - {flower_app.KILLED})
+    fedavg.check_against_a_loop(without_one["total"], {0, 1, 2, 3} - {flower_app.KILLED})
     assert [len(one) for one in without_one["up"]] == [4] * flower_app.KILLED_BEFORE + [3, 3]
     # Flower has missed its heartbeats, long before the exchange's timeout.
     assert max(without_one["seconds"]) < flower_app.TIMEOUT_SECONDS
