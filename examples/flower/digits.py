@@ -1,9 +1,10 @@
 """Runs FedSGD's gradient and FedAvg on Flower, on digits at four clients, and compares them with one process.
 
-    python examples/federated_flower.py     # needs pip install 'bagua[examples,flower]' 'flwr[simulation]'
+    python examples/flower/digits.py     # needs pip install 'bagua[examples,flower]' 'flwr[simulation]'
 
-It runs in Flower's simulation, where each client is a node. Each line compares Flower's result with that of the program
-in one process; the last one is JSON.
+It runs in Flower's simulation, where each client is a node. This folder is a Flower app, too, which `flwr run` runs
+where a SuperLink and SuperNodes are: docs/federated.md has the commands. Each line compares Flower's result with that
+of the program in one process; the last one is JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import time
 
 import torch
-from flwr.simulation import run_simulation
 from sklearn.datasets import load_digits
 from torch.func import functional_call, grad
 
@@ -75,24 +75,20 @@ def difference(found, expected) -> float:
     return max(difference(found[name], expected[name]) for name in expected)
 
 
-def main() -> None:
+def serve(platform: federated.Platform) -> None:
+    """Computes all of it at the clients, and compares."""
     images, labels = load_data()
     graphs = {
         "value": federated.trace(loss, start, images, labels),
         "gradient": federated.trace(grad(loss), start, images, labels),
         "round": federated.trace(fedavg, start, images, labels),
     }
-    found: dict = {}
-
-    def serve(platform: federated.Platform) -> None:
-        found["value"] = federated.run_on(platform, graphs["value"], parameters=start)
-        found["gradient"] = federated.run_on(platform, graphs["gradient"], parameters=start)
-        found["model"] = start
-        for _ in range(ROUNDS):
-            found["model"] = federated.run_on(platform, graphs["round"], parameters=found["model"])
-
     began = time.perf_counter()
-    run_simulation(flower.server_app(serve, CLIENTS, timeout=60), flower.client_app(data_of), CLIENTS)
+    found: dict = {"model": start}
+    found["value"] = federated.run_on(platform, graphs["value"], parameters=start)
+    found["gradient"] = federated.run_on(platform, graphs["gradient"], parameters=start)
+    for _ in range(ROUNDS):
+        found["model"] = federated.run_on(platform, graphs["round"], parameters=found["model"])
     seconds = time.perf_counter() - began
 
     expected = {"value": loss(start, images, labels), "gradient": grad(loss)(start, images, labels), "model": start}
@@ -110,5 +106,10 @@ def main() -> None:
     print(json.dumps({"loss": [round(float(found["value"]), 4), round(trained, 4)], "seconds": round(seconds, 1)}))
 
 
+server = flower.server_app(serve, CLIENTS)
+client = flower.client_app(data_of)
+
 if __name__ == "__main__":
-    main()
+    from flwr.simulation import run_simulation
+
+    run_simulation(server, client, CLIENTS)
