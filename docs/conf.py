@@ -30,7 +30,8 @@ suppress_warnings = ["myst.header"]  # the reports of benchmarks have no second 
 highlight_language = "none"  # of a block that names none
 default_role = "code"  # `name` in a docstring is code, as ``name`` is
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]  # importing them takes longer than the rest
+# Importing them takes longer than the rest.
+autodoc_mock_imports = ["accelerate", "lightning", "nvflare", "ray", "transformers"]
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80

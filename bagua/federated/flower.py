@@ -9,19 +9,17 @@ not send to the server; so each round may be answered by another process. flwr i
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
+from bagua.errors import InvalidArgument
+from bagua.federated.programs.nodes import POLL_SECONDS, NodePlatform
 from bagua.federated.programs.platform import Client, Platform
 
-logger = logging.getLogger("bagua")
 _ACTION = "bagua"
 _RECORD = "bagua"  # of messages and of the context's state; its one array is _BYTES
 _BYTES = "bytes"
-_POLL_SECONDS = 0.1
 # In seconds. What is not answered expires after the wait for it: Flower would report an error instead.
 _TTL_BEYOND_TIMEOUT = 1.0
 
@@ -48,12 +46,8 @@ def _bytes(records: Any) -> bytes:
     return records[_RECORD][_BYTES].data
 
 
-class FlowerPlatform(Platform):
-    """The nodes of a Flower grid, inside of a ServerApp.
-
-    A node drops out of a run, for good, when its client fails, Flower cannot reach it, or `timeout` ends before its
-    reply. As long as enough are left for the run's threshold, it is logged; otherwise the run ends with an error that
-    names the nodes.
+class FlowerPlatform(NodePlatform):
+    """The nodes of a Flower grid, inside of a ServerApp; they may drop out of a run with a threshold.
 
     Args:
         grid: that Flower gives the ServerApp.
@@ -66,28 +60,20 @@ class FlowerPlatform(Platform):
         DeadlineExceeded: there are fewer after `timeout`.
     """
 
+    framework, at_a_node = "Flower", "SuperNode"
+
     def __init__(self, grid: Any, clients: int | Sequence[int], *, timeout: float = 600.0) -> None:
         _flwr()
-        self._grid, self._timeout, self._exchanges = grid, timeout, 0
-        self.nodes = self._wait_for(clients) if isinstance(clients, int) else list(clients)
-        self.begin(len(self.nodes))
+        self._grid = grid
+        super().__init__(clients, timeout)
 
-    @property
-    def num_clients(self) -> int:
-        return len(self.nodes)
+    def _connected(self) -> Sequence[int]:
+        return self._grid.get_node_ids()
 
-    def begin(self, enough: int) -> None:
-        self._enough, self._left = enough, list(self.nodes)
-
-    def exchange(self, request: bytes) -> list[bytes]:
-        """Replies in the order of ``nodes``, of those that have not dropped out of the run.
-
-        Raises:
-            BaguaError: too few are left after clients have failed at nodes, which are named; with the error of one.
-            DeadlineExceeded: too few are left after nodes, which are named, did not reply within the timeout.
-        """
+    def _send(
+        self, request: bytes, number: int, nodes: Sequence[int], enough: int
+    ) -> tuple[dict[int, bytes], dict[int, str]]:
         app = _flwr()[0]
-        number, self._exchanges = self._exchanges, self._exchanges + 1
         messages = [
             app.Message(
                 app.RecordDict({_RECORD: _record(request)}),
@@ -96,32 +82,8 @@ class FlowerPlatform(Platform):
                 group_id=str(number),
                 ttl=self._timeout + _TTL_BEYOND_TIMEOUT,
             )
-            for node in self._left
+            for node in nodes
         ]
-        replies, errors = self._send(messages)
-        missing = [node for node in self._left if node not in replies and node not in errors]
-        where = f"in exchange {number} of {len(self.nodes)} clients"
-        if len(replies) < self._enough:
-            if self._enough < len(self.nodes):
-                where += f", of which {self._enough} are needed and {len(self._left)} were left"
-            if errors:
-                node = next(iter(errors))
-                raise BaguaError(
-                    f"the client on node {', '.join(map(str, errors))} of Flower failed {where}; "
-                    f"node {node}, {errors[node]}"
-                )
-            raise DeadlineExceeded(
-                f"node {', '.join(map(str, missing))} of Flower did not reply {where}, within {self._timeout:g} s: "
-                "is its SuperNode running?"
-            )
-        for node in (*errors, *missing):
-            reason = errors.get(node, f"no reply within {self._timeout:g} s")
-            logger.warning("node %s of Flower has dropped out %s: %s", node, where, reason)
-        self._left = [node for node in self._left if node in replies]
-        return [replies[node] for node in self._left]
-
-    def _send(self, messages: list[Any]) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Returns what came by node: replies, and errors; until none is waited for, or too few can still come."""
         taken = set(self._grid.push_messages(messages))  # which has given each message its id
         waiting = {one.metadata.message_id: one.metadata.dst_node_id for one in messages}
         errors = {node: "not sent: Flower takes no message for it" for one, node in waiting.items() if one not in taken}
@@ -129,7 +91,7 @@ class FlowerPlatform(Platform):
         waiting = {one: node for one, node in waiting.items() if one in taken}
         replies: dict[int, bytes] = {}
         deadline = time.monotonic() + self._timeout
-        while waiting and len(self._left) - len(errors) >= self._enough:
+        while waiting and len(nodes) - len(errors) >= enough:
             for reply in self._grid.pull_messages(set(waiting)):
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 if reply.has_error():
@@ -139,22 +101,8 @@ class FlowerPlatform(Platform):
             if time.monotonic() >= deadline:
                 break
             if waiting:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
         return replies, errors
-
-    def _wait_for(self, count: int) -> list[int]:
-        deadline = time.monotonic() + self._timeout
-        while len(nodes := sorted(self._grid.get_node_ids())) < count:
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(
-                    f"{len(nodes)} nodes of Flower are connected after {self._timeout:g} s, expected {count}: {nodes}"
-                )
-            time.sleep(_POLL_SECONDS)
-        if len(nodes) > count:
-            raise InvalidArgument(
-                f"{len(nodes)} nodes of Flower for {count} clients: give the ids of those that take part, of {nodes}"
-            )
-        return nodes
 
 
 def server_app(function: Callable[[Platform], Any], clients: int, *, timeout: float = 600.0) -> Any:

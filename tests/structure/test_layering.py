@@ -167,7 +167,7 @@ ORDER = {
         "__init__": CORE,
     },
 }
-# The packages of bagua/federated from the ground up: each may import those before it, and flower.py, beside them, all.
+# The packages of bagua/federated from the ground up: each may import those before it, and those files beside them all.
 FEDERATED = ("verbs", "programs", "library")
 # Further allowed imports of single files.
 BESIDE = {"torch_backend.callback_thread": {"_C"}}
@@ -176,7 +176,7 @@ THIRD_PARTY = {
     "errors": set(),
     "config": set(),
     "metrics": {"torch", "prometheus_client"},
-    "federated": {"torch", "numpy", "cryptography", "Crypto", "dp_accounting", "flwr"},
+    "federated": {"torch", "numpy", "cryptography", "Crypto", "dp_accounting", "flwr", "nvflare"},
     "replay": {"torch", "matplotlib"},
     "integrations": {"torch", "accelerate", "lightning", "ray", "transformers"},
 }
@@ -283,7 +283,7 @@ def federated_imports(package):
 def test_the_packages_of_federated_stand_on_one_another():
     folders = {path.parent.name for path in (ROOT / "bagua/federated").glob("*/__init__.py")}
     assert folders == set(FEDERATED)
-    assert {path.stem for path in (ROOT / "bagua/federated").glob("*.py")} == {"__init__", "flower"}
+    assert {path.stem for path in (ROOT / "bagua/federated").glob("*.py")} == {"__init__", "flower", "nvflare"}
     for index, package in enumerate(FEDERATED):
         for where, imported in federated_imports(package):
             assert imported in FEDERATED[: index + 1], f"{where}: {package} must not import {imported}"
