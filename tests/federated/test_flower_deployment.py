@@ -141,7 +141,7 @@ def test_a_deployment_gives_the_same_bits_and_bytes(deployed):
 
 
 @pytest.mark.timed
-@pytest.mark.slow("test_nodes_drop_out_at_every_point")
+@pytest.mark.slow("test_nodes_drop_out_for_the_rest_of_a_run")
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 @pytest.mark.needs("flwr", "Crypto")
 def test_a_run_survives_a_supernode_that_is_killed(deployed):

@@ -126,7 +126,7 @@ def simulated(tmp_path_factory):
     return torch.load(folder / "found")
 
 
-@pytest.mark.slow("test_clients_drop_out_at_every_point")
+@pytest.mark.slow("test_nodes_drop_out_for_the_rest_of_a_run")
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 def test_the_simulator_gives_the_bits_and_bytes_of_other_places(simulated):
     of_all, _, _ = simulated
@@ -134,7 +134,7 @@ def test_the_simulator_gives_the_bits_and_bytes_of_other_places(simulated):
     fedavg.check_cost(of_all)
 
 
-@pytest.mark.slow("test_clients_drop_out_at_every_point")
+@pytest.mark.slow("test_nodes_drop_out_for_the_rest_of_a_run")
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 def test_a_client_of_the_simulator_fails(simulated):
     _, without_one, error = simulated
