@@ -95,12 +95,11 @@ def _batch_norm(
     given = (running_mean, running_var, weight, bias)
     if input.numel() <= max(input.shape[1:2], default=0) or not _fit(input.shape[1:2], *given):
         return functional.batch_norm(input, *given, training, momentum, eps)  # which raises, of training
-    if (training and running_mean is not None) or not _is_fused_right(input, *given):
+    if running_mean is None and _is_fused_right(input, weight, bias):
+        result = functional.batch_norm(widened(input), None, None, training=training, eps=eps)
+    else:
         options = (running_mean, running_var, training, momentum, eps)
         result = native_batch_norm(widened(input), None, None, *options)[0]
-    else:
-        running = [x if x is None else widened(x) for x in (running_mean, running_var)]
-        result = functional.batch_norm(widened(input), *running, None, None, training, momentum, eps)
     return _of_channels(result, weight, bias, input)
 
 
@@ -174,7 +173,7 @@ def _refusing(function: Callable, name: str) -> Callable:
 
 
 def _may_have_tangent(tensor: torch.Tensor) -> bool:
-    if not _has_tangents():
+    if not _has_tangents() or not tensor.is_floating_point():
         return False
     if _functorch.is_functorch_wrapped_tensor(tensor):
         return True
@@ -212,6 +211,8 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     # select_scatter_backward gives each client's source the gradients of others.
     torch.select_scatter: _select_scatter,
     torch.Tensor.select_scatter: _select_scatter,
+    # .data raises under vmap, and under nested transforms it is a constant for the innermost one only.
+    torch.Tensor.data.__get__: torch.Tensor.detach,
     **{function: _refusing(function, name) for function, (name, _) in _REFUSED.items()},
 }
 

@@ -313,6 +313,13 @@ _EXPLAINED = {
         "writes a client's values into a tensor that is not the client's own, such as torch.zeros or the running "
         "statistics of a module: return new values, or make it with zeros_like of what depends on an argument"
     ),
+    "wrapper == nullptr INTERNAL ASSERT FAILED": (
+        "uses a tensor that it made and kept in an earlier run, under a transform of torch.func: make it before, or "
+        "anew in each run"
+    ),
+    "that would mutate a captured Tensor": (
+        "writes into a tensor from around it, and runs again for its derivative: clone it first, and return new values"
+    ),
     "Batching rule not implemented": (
         "runs what torch cannot batch, such as a recurrent layer: write it in other operators, call the graph of "
         "federated.trace, which takes such layers apart, or run it as it is, by vectorize=False"

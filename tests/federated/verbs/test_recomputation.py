@@ -32,16 +32,23 @@ def two_verbs(function, w, x):
     return federated.reduce_mean(federated.map_fn(function, (federated.broadcast(w), x)))
 
 
+def two_verbs_in_chunks(function, w, x):
+    return federated.reduce_mean(federated.map_fn(function, (federated.broadcast(w), x), chunk_size=2))
+
+
 def program_of(loss, mean):
     """The loss, which has `mean` for the mean of a function over clients."""
     return federated.program(lambda w, x: loss(lambda function, w: mean(function, w, x), w), clients=3)
+
+
+MEANS = {"node": node, "two verbs": two_verbs, "in chunks": two_verbs_in_chunks}
 
 
 def gradient_of(way, loss):
     if way == "traced":
         return federated.trace(grad(program_of(loss, two_verbs)), W, X)(W, X)
     w = W.clone().requires_grad_()
-    return torch.autograd.grad(program_of(loss, node)(w, X), w)[0]
+    return torch.autograd.grad(program_of(loss, MEANS[way])(w, X), w)[0]
 
 
 def a_loops_number(reduced, w):
@@ -68,7 +75,15 @@ def a_tensor_that_is_written(reduced, w):
     return result
 
 
-CHANGED = (a_loops_number, a_counter, a_tensor_that_is_written)
+def a_buffer_that_is_replaced(reduced, w):
+    module = torch.nn.Module()
+    module.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+    result = reduced(lambda w, x: (w * x * module.scale).sin().sum(), w)
+    module.scale = module.scale * 2
+    return result
+
+
+CHANGED = (a_loops_number, a_counter, a_tensor_that_is_written, a_buffer_that_is_replaced)
 
 
 # But for a tensor that is written, which a trace holds as it is in the end, in the value as in the derivative.
@@ -80,6 +95,56 @@ CHANGED = (a_loops_number, a_counter, a_tensor_that_is_written)
 def test_a_function_that_has_changed_since_is_refused(way, loss):
     with pytest.raises(InvalidArgument, match="runs again for its derivative, and computes something else"):
         gradient_of(way, loss)
+
+
+@pytest.mark.parametrize("loss", [a_loops_number, a_buffer_that_is_replaced], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("way", ["two verbs", "in chunks"])
+def test_map_fn_has_run_already_when_its_function_changes(way, loss):
+    """Torch itself refuses the tensor that is written into."""
+    w = W.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(lambda function, w: in_a_loop(function, w, X), w), w)[0]
+    torch.testing.assert_close(gradient_of(way, loss), expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient_of(way, a_tensor_that_is_written)
+
+
+def test_a_function_that_changes_between_its_derivatives_is_refused():
+    scale = [1.0]
+    w = W.clone().requires_grad_()
+    value = program_of(lambda reduced, w: reduced(lambda w, x: (w * x * scale[0]).sin().sum(), w), node)(w, X)
+    (gradient,) = torch.autograd.grad(value, w, create_graph=True)
+    scale[0] = 2.0
+    with pytest.raises(InvalidArgument, match="runs again for its derivative, and computes something else"):
+        torch.autograd.grad(gradient.sum(), w)
+
+
+def test_a_function_that_counts_its_runs_in_a_tensor_is_refused():
+    def counts(reduced, w):
+        num_runs = torch.zeros((), dtype=torch.int64)
+        return reduced(lambda w, x: (w * x + 0 * num_runs.add_(1)).sin().sum(), w)
+
+    with pytest.raises(InvalidArgument, match="writes into a tensor from around it, and runs again"):
+        gradient_of("node", counts)
+
+
+def a_tensor_that_is_kept(reduced, w):
+    """Modules keep such tensors: positions, for example."""
+    kept = []
+
+    def client(w, x):
+        if not kept:
+            kept.append(torch.arange(4, dtype=w.dtype))
+        return (w * x * kept[0]).sin().sum()
+
+    return reduced(client, w)
+
+
+def test_a_tensor_that_is_kept_under_a_transform_is_refused():
+    with pytest.raises(InvalidArgument, match="a tensor that it made and kept in an earlier run"):
+        grad(program_of(a_tensor_that_is_kept, node))(W, X)
+    w = W.clone().requires_grad_()
+    expected = torch.autograd.grad(a_tensor_that_is_kept(lambda function, w: in_a_loop(function, w, X), w), w)[0]
+    torch.testing.assert_close(gradient_of("node", a_tensor_that_is_kept), expected)
 
 
 def defaults(reduced, w):
@@ -108,8 +173,13 @@ def autocast_around(reduced, w):
         ).double()
 
 
-@pytest.mark.parametrize("loss", [defaults, derivatives_within, autocast_around], ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("way", ["node", pytest.param("traced", marks=SAME_TEST)])
+UNCHANGED = (defaults, derivatives_within, autocast_around)
+
+
+@pytest.mark.parametrize("loss", UNCHANGED, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "way", ["node", "two verbs", *(pytest.param(way, marks=SAME_TEST) for way in ("in chunks", "traced"))]
+)
 def test_a_function_that_has_not_changed_has_its_derivative(way, loss):
     def in_loops(w):
         return loss(lambda function, w: in_a_loop(function, w, X), w)
@@ -119,6 +189,14 @@ def test_a_function_that_has_not_changed_has_its_derivative(way, loss):
     if way == "node":
         found = hessian(program_of(loss, node))(W, X)
         torch.testing.assert_close(found, hessian(in_loops)(W), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
+def test_data_is_a_constant_in_all_derivatives(mean):
+    """As detach is, which is what torch computes where no transform is around another one."""
+    program = program_of(lambda reduced, w: reduced(lambda w, x: (w.data * w * x).sin().sum(), w), mean)
+    expected = hessian(lambda w: in_a_loop(lambda w, x: (w.detach() * w * x).sin().sum(), w, X))(W)
+    torch.testing.assert_close(hessian(program)(W, X), expected)
 
 
 # ---- random numbers
