@@ -77,6 +77,10 @@ class Digits(NamedTuple):
     labels: torch.Tensor
     mask: torch.Tensor
 
+    def of(self, clients: torch.Tensor | range) -> Digits:
+        """Returns the digits of some clients."""
+        return Digits(*(leaf[clients] for leaf in self))
+
 
 def load_digits(seed: int, alpha: float = ALPHA, own: range | None = None) -> tuple[Digits, torch.Tensor, torch.Tensor]:
     """Loads the digits of this rank's clients, and the images and labels of the test, which are the server's.
@@ -140,6 +144,12 @@ def accuracy_of(model: Model, images: torch.Tensor, labels: torch.Tensor) -> flo
 # ---- training at one client
 
 
+def gradient_of(model: Model, digits: Digits, draw: torch.Tensor) -> Model:
+    """Returns the gradient over the batch of a draw."""
+    rows = (draw * digits.mask.sum()).long()
+    return torch.func.grad(loss_of)(model, digits.images[rows], digits.labels[rows])
+
+
 def train(
     model: Model,
     digits: Digits,
@@ -156,11 +166,8 @@ def train(
         rate: the learning rate.
         direction: returns the direction of descent, given the gradient and the model of the step.
     """
-    number = digits.mask.sum()
     for draw in draws:
-        rows = (draw * number).long()
-        gradient = torch.func.grad(loss_of)(model, digits.images[rows], digits.labels[rows])
-        along = direction(gradient, model)
+        along = direction(gradient_of(model, digits, draw), model)
         model = {name: leaf - rate * along[name] for name, leaf in model.items()}
     return model
 

@@ -46,11 +46,6 @@ def one_round(
     return federated.reduce_weighted_mean(shared, weights, mask=mask), own, metrics.reduce(accuracy)
 
 
-def of(digits: Digits, clients: torch.Tensor) -> Digits:
-    """Returns the digits of some clients."""
-    return Digits(*(leaf[clients] for leaf in digits))
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=60)
@@ -68,11 +63,11 @@ def main() -> None:
         def step(state: Model, round: Any) -> tuple:
             clients, own = round.clients, round.client_state
             draws = round.per_client(lambda g: torch.rand(args.steps, BATCH_SIZE, generator=g))
-            mine = of(digits, clients)
+            mine = digits.of(clients)
             if own is None:
                 own = {name: state[name].expand(len(clients), *state[name].shape) for name in OWN}
             body = {name: leaf for name, leaf in state.items() if name not in OWN}
-            body, own, accuracy = one_round(body, own, mine, of(held_back, clients), draws, round.mask)
+            body, own, accuracy = one_round(body, own, mine, held_back.of(clients), draws, round.mask)
             figures = {"accuracy": metrics.result(accuracy)}
             if round.client_state is not None:
                 return body, figures, own
