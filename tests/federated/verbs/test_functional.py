@@ -130,7 +130,7 @@ FUNCTIONS = {  # by name; more of the same name after a comma
     "gelu": lambda x: F.gelu(x(2, 3)),
     "gelu, tanh": lambda x: F.gelu(x(2, 3), approximate="tanh"),
     "glu": lambda x: F.glu(x(2, 4)),
-    "grid_sample": lambda x: F.grid_sample(x(1, 1, 4, 4), x(1, 2, 3, 2) / 3, align_corners=False),
+    "grid_sample": lambda x: F.grid_sample(x(1, 1, 4, 4), x(1, 2, 3, 2) / 4, align_corners=False),
     "grid_sample, bicubic": lambda x: F.grid_sample(x(1, 1, 4, 4), x(1, 2, 3, 2) / 3, "bicubic", align_corners=True),
     "grid_sample, 3d": lambda x: F.grid_sample(x(1, 1, 2, 3, 2), x(1, 1, 2, 2, 3) / 3, align_corners=False),
     "group_norm": lambda x: F.group_norm(x(2, 4, 2), 2, x(4), x(4)),
@@ -249,12 +249,14 @@ _TORCH_HAS_NONE = (
     "Trying to use forward AD with|derivative for .* is not implemented|is not differentiable with respect"
 )
 _IS_REFUSED = f"in forward mode, where torch takes its .* for a constant|{_TORCH_HAS_NONE}"
+_IS_FLATTENED = "size of tensor a .* must match the size of tensor b"  # by vmap, if all clients have one target
 _HAS_LOST_ITS_INPUT = "modified by an inplace operation"
 RAISING = {
     **dict.fromkeys(("embedding_bag", "embedding_bag, weighted", "embedding_bag, max"), _TORCH_HAS_NONE),
     **dict.fromkeys(("grid_sample", "grid_sample, bicubic", "grid_sample, 3d"), _TORCH_HAS_NONE),
     **dict.fromkeys(("glu", "hardsigmoid", "native_channel_shuffle", "pdist"), _TORCH_HAS_NONE),
-    **dict.fromkeys(("ctc_loss", "huber_loss", "multilabel_margin_loss"), _TORCH_HAS_NONE),
+    **dict.fromkeys(("ctc_loss", "multilabel_margin_loss"), _TORCH_HAS_NONE),
+    **dict.fromkeys(("huber_loss", "mse_loss", "smooth_l1_loss"), f"{_TORCH_HAS_NONE}|{_IS_FLATTENED}"),
     **dict.fromkeys(("multi_margin_loss", "multi_margin_loss, weighted"), _TORCH_HAS_NONE),
     **dict.fromkeys(("multi_head_attention_forward", "scaled_dot_product_attention"), _TORCH_HAS_NONE),
     **dict.fromkeys(("cross_entropy, weighted", "nll_loss, weighted"), _IS_REFUSED),
