@@ -292,8 +292,8 @@ _MEMORY = (
     "vectorize=False"
 )
 _BACKWARD = (
-    "calls backward() or requires_grad_(), as one does for an optimizer of torch.optim: take torch.func.grad(loss)("
-    "parameters) and return new parameters, or run it as it is, by vectorize=False"
+    "calls backward(), autograd.grad() or requires_grad_(), as for an optimizer of torch.optim: take "
+    "torch.func.grad(loss)(parameters) and return new parameters, or run it as it is, by vectorize=False"
 )
 _EXPLAINED = {
     "It looks like you're calling .item() on a Tensor": _VALUES,
@@ -304,6 +304,7 @@ _EXPLAINED = {
     "Cannot access storage of": _MEMORY,
     "backward() called inside a functorch transform": _BACKWARD,
     "You are attempting to call Tensor.requires_grad_()": _BACKWARD,
+    "does not require grad and does not have a grad_fn": _BACKWARD,
     "called random operation while in randomness error mode": (
         'draws random numbers: say randomness="different" for others at each client, or "same"'
     ),

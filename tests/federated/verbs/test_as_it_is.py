@@ -314,7 +314,7 @@ LSTM = torch.nn.LSTM(4, 3).requires_grad_(False)
         (lambda y: y.masked_select(y > 0).sum(), r"size depends on values"),
         (lambda y: torch.from_numpy(y.numpy() * 2), r"reads a tensor's memory"),
         (lambda y: torch.tensor(y.tolist()), r"reads a tensor's memory"),
-        (lambda y: y.clone().requires_grad_().detach(), r"calls backward\(\) or requires_grad_\(\)"),
+        (lambda y: y.clone().requires_grad_().detach(), r"calls backward\(\), autograd.grad\(\) or requires_grad_\(\)"),
         (steps_an_optimizer, r"uses a tensor of shape \[4\] from around it, and a gradient leads to it"),
         (lambda y: LSTM(y)[0], r"runs what torch cannot batch, such as a recurrent layer"),
     ],
