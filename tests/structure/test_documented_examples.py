@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import doctest
 import importlib
+import io
 import os
 import pkgutil
 import re
@@ -103,10 +104,11 @@ def test_doctests(tmp_path, monkeypatch):
     assert num_run > 50 and num_more > 2
 
 
-# docs/federated.md has doctests, which run below; the block of docs/torch_api.md does not destroy its group; those of
-# docs/trainers.md, which leave that to the trainers, run in tests/integrations/test_documented_programs.py; those of
-# docs/fsdp.md in tests/torch_hooks/test_documented.py.
-NOT_HERE = {"federated.md", "fsdp.md", "torch_api.md", "trainers.md"}
+# Those on federated programs are doctests, or one program, and run below; the block of docs/torch_api.md does not
+# destroy its group; those of docs/trainers.md, which leave that to the trainers, run in
+# tests/integrations/test_documented_programs.py; those of docs/fsdp.md in tests/torch_hooks/test_documented.py.
+FEDERATED = ("federated.md", "federated-clients.md", "federated-tutorial.md")
+NOT_HERE = {*FEDERATED, "fsdp.md", "torch_api.md", "trainers.md"}
 
 
 def blocks(pages):
@@ -172,10 +174,47 @@ def test_the_diff_of_the_start_pages(page):
     torch.testing.assert_close(torch.tensor(spawn(run_the_diff, 2, args=(added,))), torch.full((2, 2, 4), 1.5))
 
 
-def test_the_examples_of_federated_programs():
+@pytest.mark.parametrize("page", FEDERATED[:2])
+def test_the_examples_of_federated_programs(page):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    path = str(ROOT / "docs" / "federated.md")
+    path = str(ROOT / "docs" / page)
     output = []
-    test = doctest.DocTestParser().get_doctest(Path(path).read_text(), {}, "federated.md", path, 0)
+    test = doctest.DocTestParser().get_doctest(Path(path).read_text(), {}, page, path, 0)
     results = doctest.DocTestRunner(optionflags=options, verbose=False).run(test, out=output.append)
     assert not results.failed and results.attempted > 20, "".join(output)
+
+
+def run_the_tutorial(rank, world_size, text):
+    """Runs the blocks of Python as one program; returns pairs of what one printed and what the page shows."""
+    names, printed, pairs = {"__name__": "__main__"}, "", []
+    for language, body in re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(body, FEDERATED[2], "exec"), names)
+            printed = output.getvalue()
+        else:
+            pairs.append((printed, body))
+    if bagua.is_initialized():
+        bagua.destroy_process_group()
+    return pairs
+
+
+@pytest.mark.needs("dp_accounting", "sklearn")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_tutorial_prints_what_it_shows(pool2, monkeypatch, world_size):
+    """One process without a launcher, and two ranks; numbers with a point may differ by two hundredths."""
+    text = (ROOT / "docs" / FEDERATED[2]).read_text()
+    if world_size == 2:
+        found = pool2.run(run_the_tutorial, args=(text,))
+    else:
+        monkeypatch.delenv("RANK", raising=False)
+        num_threads = torch.get_num_threads()
+        found = [run_the_tutorial(0, 1, text)]
+        torch.set_num_threads(num_threads)
+    number = r"\d+\.\d+"
+    for pairs in found:
+        assert len(pairs) == 5
+        for printed, shown in pairs:
+            assert re.sub(number, "#", printed) == re.sub(number, "#", shown)
+            values, expected = ([float(one) for one in re.findall(number, part)] for part in (printed, shown))
+            assert values == pytest.approx(expected, abs=0.021)
