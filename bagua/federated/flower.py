@@ -10,7 +10,7 @@ not send to the server; so each round may be answered by another process. flwr i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bagua.errors import InvalidArgument
@@ -124,12 +124,13 @@ def server_app(function: Callable[[Platform], Any], clients: int, *, timeout: fl
     return app
 
 
-def client_app(data_of: Callable[[Any], dict[str, Any]]) -> Any:
+def client_app(data_of: Callable[[Any], dict[str, Any]], functions: Mapping[str, Callable] | None = None) -> Any:
     """A ClientApp that answers server_app's programs.
 
     Args:
         data_of: of a node's context, its own values by the names of the traced functions' arguments, the same in all
             rounds of a run. Called in every round.
+        functions: as of ``federated.Client``, those that programs may call here.
 
     Returns:
         flwr.clientapp.ClientApp.
@@ -140,7 +141,8 @@ def client_app(data_of: Callable[[Any], dict[str, Any]]) -> Any:
     @app.query(_ACTION)
     def answer(message: Any, context: Any) -> Any:
         data = data_of(context)
-        client = Client.restore(_bytes(context.state), **data) if _RECORD in context.state else Client(**data)
+        is_known = _RECORD in context.state
+        client = Client.restore(_bytes(context.state), functions, **data) if is_known else Client(functions, **data)
         reply = client.answer(_bytes(message.content))
         context.state[_RECORD] = _record(client.state())
         return flwr_app.Message(flwr_app.RecordDict({_RECORD: _record(reply)}), reply_to=message)

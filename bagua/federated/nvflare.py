@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task
@@ -122,7 +123,13 @@ class ServerController(Controller):
 
 
 class ClientExecutor(Executor):
-    """Answers the tasks at a client: derive from it, and define ``data_of``."""
+    """Answers the tasks at a client: derive from it, and define ``data_of``.
+
+    Attributes:
+        functions: as of ``federated.Client``, those that programs may call here.
+    """
+
+    functions: Mapping[str, Callable] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +142,7 @@ class ClientExecutor(Executor):
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         try:
             if self._client is None:
-                self._client = Client(**self.data_of(fl_ctx))
+                self._client = Client(self.functions, **self.data_of(fl_ctx))
             return Shareable({_BYTES: self._client.answer(shareable[_BYTES])})
         except Exception as error:
             self.log_exception(fl_ctx, f"the client failed: {type(error).__name__}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 import torch
-from torch.func import grad
 
 from bagua import federated
 from bagua.federated import aggregators
@@ -25,18 +24,24 @@ def loss(model, inputs, answers):
 
 
 def train(model, inputs, answers):
-    """Some steps of gradient descent at a client."""
+    """Some steps of an optimizer of torch at a client, which has this function installed."""
+    model = {name: value.clone().requires_grad_() for name, value in model.items()}
+    optimizer = torch.optim.SGD(model.values(), lr=0.1, momentum=0.9)
     for _ in range(LOCAL_STEPS):
-        slopes = grad(loss)(model, inputs, answers)
-        model = {name: value - 0.1 * slopes[name] for name, value in model.items()}
+        optimizer.zero_grad()
+        loss(model, inputs, answers).backward()
+        optimizer.step()
     return model
+
+
+FUNCTIONS = {"train": train}
 
 
 @federated.program(clients=NUM_CLIENTS)
 def program(model, inputs, answers):
     """The sum of the clients' models, of which FedAvg takes the mean: in fixed point, as run_on has it."""
     total = aggregators.Aggregator(aggregators.SecureSum(CODING.bits, CODING.fraction_bits))
-    trained = federated.map_fn(train, (federated.broadcast(model), inputs, answers))
+    trained = federated.map_fn(train, (federated.broadcast(model), inputs, answers), vectorize=False)
     return total(trained, total.init(model))[0]
 
 
@@ -79,7 +84,7 @@ def run_on(platform, before=lambda number: None, **options):
 
 
 def on_isolated_clients():
-    clients = [federated.Client(**data_of(client)) for client in range(NUM_CLIENTS)]
+    clients = [federated.Client(FUNCTIONS, **data_of(client)) for client in range(NUM_CLIENTS)]
     return run_on(federated.IsolatedClients(clients))["total"]
 
 
@@ -111,5 +116,5 @@ def check_against_a_loop(total, clients):
     """The sum of the models of some clients, from which that of the codes differs by their steps."""
     trained = [train(MODEL, INPUTS[client], ANSWERS[client]) for client in clients]
     for name, value in total.items():
-        expected = sum(one[name].double() for one in trained)
+        expected = sum(one[name].detach().double() for one in trained)
         assert float((value - expected).abs().max()) < CODING.tolerance(len(trained)) + 1e-6

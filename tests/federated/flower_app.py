@@ -31,4 +31,4 @@ def server(folder):
 
 
 def client():
-    return flower.client_app(lambda context: fedavg.data_of(context.node_config["partition-id"]))
+    return flower.client_app(lambda context: fedavg.data_of(context.node_config["partition-id"]), fedavg.FUNCTIONS)

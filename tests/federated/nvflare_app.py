@@ -34,6 +34,7 @@ class Server(nvflare.ServerController):
 
 
 class Site(nvflare.ClientExecutor):
+    functions = fedavg.FUNCTIONS
     num_answers = 0
 
     def data_of(self, fl_ctx):
