@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +55,18 @@ class Turns:
 
 # ---- contenders
 #
-# Each is called with `(turns, task, clients)`, and imports its packages, which others may not have.
+# Each is called with `(turns, task, clients)` and its options, and imports its packages, which others may not have.
 
 
 def _step_by_autograd(task: Any, model: Model, inputs: Any, labels: Any) -> Model:
     """Runs the steps of one client, written without torch.func."""
     import torch
 
-    from benchmarks.federated.tasks import RATE, STEPS
-
-    for step in range(STEPS):
+    for step in range(task.steps):
         model = {name: value.detach().requires_grad_() for name, value in model.items()}
         gradients = torch.autograd.grad(task.loss(model, inputs[step], labels[step]), list(model.values()))
         with torch.no_grad():
-            model = {name: value - RATE * g for (name, value), g in zip(model.items(), gradients, strict=True)}
+            model = {name: value - task.rate * g for (name, value), g in zip(model.items(), gradients, strict=True)}
     return model
 
 
@@ -76,12 +74,10 @@ def client_function(task: Any) -> Callable[..., Model]:
     """Returns a function of one client's steps for torch.func and programs."""
     from torch.func import grad
 
-    from benchmarks.federated.tasks import RATE, STEPS
-
     def train(model: Model, inputs: Any, labels: Any) -> Model:
-        for step in range(STEPS):
+        for step in range(task.steps):
             gradient = grad(task.loss)(model, inputs[step], labels[step])
-            model = {name: value - RATE * gradient[name] for name, value in model.items()}
+            model = {name: value - task.rate * gradient[name] for name, value in model.items()}
         return model
 
     return train
@@ -109,6 +105,83 @@ def loop(turns: Turns, task: Any, clients: int) -> None:
     turns.serve(lambda: _mean_over_loop(functools.partial(_step_by_autograd, task), *parts))
 
 
+def loop_of_modules(turns: Turns, task: Any, clients: int) -> None:
+    """Trains one module for all clients in turn, each with a new optimizer, as most simulations do."""
+    import torch
+
+    model, inputs, labels = _torch_parts(task, clients)
+    module = _module(task, model)
+
+    def compute_round() -> Model:
+        total = {name: torch.zeros_like(value) for name, value in model.items()}
+        for client in range(clients):
+            with torch.no_grad():
+                for name, parameter in module.named().items():
+                    parameter.copy_(model[name])
+            optimizer = torch.optim.SGD(module.parameters(), lr=task.rate)
+            for step in range(task.steps):
+                optimizer.zero_grad()
+                module.loss(inputs[client, step], labels[client, step]).backward()
+                optimizer.step()
+            for name, parameter in module.named().items():
+                total[name] += parameter.detach()
+        return {name: value / clients for name, value in total.items()}
+
+    turns.serve(compute_round)
+
+
+def _module(task: Any, model: Model) -> Any:
+    """Returns the task's model as a module, in the form that pfl-research wants."""
+    import torch
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number, value in enumerate(model.values()):
+                self.register_parameter(str(number), torch.nn.Parameter(value.clone()))
+
+        def named(self) -> Model:
+            return dict(zip(model, self.parameters(), strict=True))
+
+        def loss(self, inputs: Any, labels: Any, is_eval: bool = False) -> torch.Tensor:
+            return task.loss(self.named(), inputs, labels)
+
+        def metrics(self, inputs: Any, labels: Any) -> dict:
+            return {}
+
+    return Module()
+
+
+def products_alone(turns: Turns, task: Any, clients: int) -> None:
+    """Runs the matrix products and convolutions of the round, each in a row on operands in the cache."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    model, inputs, labels = _torch_parts(task, clients)
+    aten = torch.ops.aten
+    products = {aten.mm, aten.addmm, aten.bmm, aten.convolution, aten.convolution_backward}
+    calls: list[tuple[Callable, tuple, dict]] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            if function.overloadpacket in products:
+                calls.append((function, args, kwargs or {}))
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        leaves = {name: value.requires_grad_() for name, value in model.items()}
+        torch.autograd.grad(task.loss(leaves, inputs[0, 0], labels[0, 0]), list(leaves.values()))
+
+    def compute_round() -> Model:
+        with torch.no_grad():
+            for function, args, kwargs in calls:
+                for _ in range(clients * task.steps):
+                    function(*args, **kwargs)
+        return {}
+
+    turns.serve(compute_round)
+
+
 def loop_func(turns: Turns, task: Any, clients: int) -> None:
     parts = _torch_parts(task, clients)
     turns.serve(lambda: _mean_over_loop(client_function(task), *parts))
@@ -130,7 +203,7 @@ def compiled_loop(turns: Turns, task: Any, clients: int) -> None:
     turns.serve(lambda: round_of(*parts))
 
 
-def _bagua_round(task: Any, clients: int, chunk_size: int | None = None) -> Callable[..., Model]:
+def _bagua_round(task: Any, clients: int, verb: str = "map_fn", chunk_size: int | None = None) -> Callable[..., Model]:
     from bagua import federated
 
     train = client_function(task)
@@ -138,21 +211,16 @@ def _bagua_round(task: Any, clients: int, chunk_size: int | None = None) -> Call
     @federated.program(clients=clients)
     def fedavg(model: Model, inputs: Any, labels: Any) -> Model:
         arguments = (federated.broadcast(model), inputs, labels)
+        if verb == "map_reduce":
+            return federated.map_reduce(train, arguments, chunk_size=chunk_size)
         return federated.reduce_mean(federated.map_fn(train, arguments, chunk_size=chunk_size))
 
     return fedavg
 
 
-def bagua(turns: Turns, task: Any, clients: int) -> None:
+def bagua(turns: Turns, task: Any, clients: int, **options: Any) -> None:
     parts = _torch_parts(task, clients)
-    fedavg = _bagua_round(task, clients)
-    turns.serve(lambda: fedavg(*parts))
-
-
-def bagua_in_chunks(turns: Turns, task: Any, clients: int) -> None:
-    """Runs the program in chunks of clients whose values fit into a core's cache."""
-    parts = _torch_parts(task, clients)
-    fedavg = _bagua_round(task, clients, chunk_size=16)
+    fedavg = _bagua_round(task, clients, **options)
     turns.serve(lambda: fedavg(*parts))
 
 
@@ -164,13 +232,13 @@ def bagua_compiled(turns: Turns, task: Any, clients: int) -> None:
     turns.serve(lambda: fedavg(*parts))
 
 
-def bagua_on_ranks(turns: Turns, task: Any, clients: int) -> None:
+def bagua_on_ranks(turns: Turns, task: Any, clients: int, **options: Any) -> None:
     from bagua import destroy_process_group, federated, init_process_group
 
     model, inputs, labels = _torch_parts(task, clients)
     init_process_group()
     mine = federated.local_slice(clients)
-    fedavg = _bagua_round(task, clients)
+    fedavg = _bagua_round(task, clients, **options)
     turns.serve(lambda: fedavg(model, inputs[mine], labels[mine]))
     destroy_process_group()
 
@@ -193,15 +261,14 @@ def drjax(turns: Turns, task: Any, clients: int) -> None:
     import drjax as dr
     import jax
 
-    from benchmarks.federated.tasks import RATE, STEPS
     from benchmarks.federated.tasks_jax import LOSSES
 
     loss = LOSSES[task.name]
 
     def train(model: Model, inputs: Any, labels: Any) -> Model:
-        for step in range(STEPS):
+        for step in range(task.steps):
             gradient = jax.grad(loss)(model, inputs[step], labels[step])
-            model = jax.tree.map(lambda value, g: value - RATE * g, model, gradient)
+            model = jax.tree.map(lambda value, g: value - task.rate * g, model, gradient)
         return model
 
     @jax.jit
@@ -216,6 +283,8 @@ def drjax(turns: Turns, task: Any, clients: int) -> None:
 
 def pfl(turns: Turns, task: Any, clients: int) -> None:
     """Runs pfl-research's FederatedAveraging in its simulated backend, with all clients in every round."""
+    if "RANK" in os.environ:
+        os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"  # pfl then starts its process group
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -227,24 +296,7 @@ def pfl(turns: Turns, task: Any, clients: int) -> None:
     from pfl.metrics import Metrics
     from pfl.model.pytorch import PyTorchModel
 
-    from benchmarks.federated.tasks import RATE, STEPS
-
     model, inputs, labels = _torch_parts(task, clients)
-
-    class Module(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for number, value in enumerate(model.values()):
-                self.register_parameter(str(number), torch.nn.Parameter(value))
-
-        def named(self) -> Model:
-            return dict(zip(model, self.parameters(), strict=True))
-
-        def loss(self, inputs: Any, labels: Any, is_eval: bool = False) -> torch.Tensor:
-            return task.loss(self.named(), inputs, labels)
-
-        def metrics(self, inputs: Any, labels: Any) -> dict:
-            return {}
 
     class InTurns(TrainingProcessCallback):
         def on_train_begin(self, *, model: Any) -> Metrics:
@@ -257,7 +309,7 @@ def pfl(turns: Turns, task: Any, clients: int) -> None:
             turns.end({name: value.detach().numpy() for name, value in module.named().items()})
             return not turns.begin(), Metrics()
 
-    module = Module()
+    module = _module(task, model)
     datasets = [Dataset((inputs[i].flatten(0, 1), labels[i].flatten(0, 1))) for i in range(clients)]
     cohort = iter(range(10**9))
     data = FederatedDataset(datasets.__getitem__, lambda: next(cohort) % clients)
@@ -267,9 +319,7 @@ def pfl(turns: Turns, task: Any, clients: int) -> None:
         ),
         SimulatedBackend(data, None),
         PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)),
-        NNTrainHyperParams(
-            local_num_epochs=None, local_num_steps=STEPS, local_learning_rate=RATE, local_batch_size=task.batch
-        ),
+        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=task.rate, local_batch_size=task.batch),
         callbacks=[InTurns()],
         send_metrics_to_platform=False,
     )
@@ -339,12 +389,16 @@ class Contender:
         function: the name of its function in this module.
         needs: the package that it imports.
         cores: the number of its cores, and of its processes (ranks), except for Flower, which starts its own.
+        options: of its function.
+        is_complete: False if it computes a part of the round only, whose result is not compared.
     """
 
     name: str
     function: str
     needs: str = "torch"
     cores: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    is_complete: bool = True
 
 
 class Running:
@@ -366,7 +420,8 @@ class Running:
         self._processes = []
         for rank in range(ranks):
             mine = list(cores[: contender.cores]) if ranks == 1 else [cores[rank]]
-            options = [contender.function, task, str(clients), str(self.result), ",".join(map(str, mine)), str(rank)]
+            options = [contender.function, json.dumps(contender.options), task, str(clients), str(self.result)]
+            options += [",".join(map(str, mine)), str(rank)]
             root = Path(__file__).resolve().parents[2]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
             environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}  # compile anew
@@ -444,9 +499,9 @@ def has(python: str, package: str) -> bool:
 
 def serve_turns() -> None:
     """Runs a contender's process, according to its arguments."""
-    function, task, clients, result, cores, rank = sys.argv[1:]
+    function, options, task, clients, result, cores, rank = sys.argv[1:]
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     from benchmarks.federated.tasks import TASKS
 
     turns = Turns(Path(result).with_suffix(f".{rank}.npz") if rank != "0" else Path(result))
-    globals()[function](turns, TASKS[task], int(clients))
+    globals()[function](turns, TASKS[task], int(clients), **json.loads(options))

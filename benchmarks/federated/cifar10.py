@@ -1,0 +1,80 @@
+"""Measures a round of the CIFAR10 benchmark of pfl-research, on synthetic images, compared with it and others.
+
+The settings are those that the repository apple/pfl-research publishes. benchmarks/image_classification/configs/
+baseline.yaml: IID users with 50 images each, a cohort of 50, one local epoch in batches of 10 with a learning rate of
+0.1, users of equal weight, a central learning rate of 1 over 1,500 rounds. benchmarks/model/pytorch/cnn.py
+(simple_cnn): convolutions of 32 and 64 filters of 3x3 without padding, a max-pool of 2x2, dense layers of 128 and 10,
+1.63 million parameters. benchmarks/dataset/cifar10 and model/pytorch/layer.py: float32 images [32, 32, 3], which the
+model permutes, so that torch computes its convolutions in channels_last. Here it lacks the two dropouts, since the
+contenders draw different numbers, and every round has the same cohort of 50; nothing is evaluated.
+
+Each contender's model after its first round is compared with that of the loop over clients. All run on one core each,
+except for those with 2 ranks or processes. The floor is the convolutions and matrix products of the round alone, each
+one repeated on operands that stay in the cache. Ratios above 1 are faster: "ratio" than the loop over clients with a
+module and an optimizer, "to pfl" than pfl-research in one process.
+
+    .venv/bin/python -m benchmarks.federated.cifar10 [--pfl PYTHON] [--flower PYTHON] [--quick]
+"""
+
+from __future__ import annotations
+
+from benchmarks.federated.contenders import Contender
+from benchmarks.federated.federated_round import add_interpreters, interpreters, rounds
+from benchmarks.federated.tasks import TASKS
+from benchmarks.lib import report
+
+COHORT = 50
+PFL = Contender("pfl-research", "pfl", "pfl")
+FLOOR = Contender("floor: products alone", "products_alone", is_complete=False)
+CONTENDERS = (
+    Contender("loop over clients, nn.Module", "loop_of_modules"),
+    Contender("loop over clients, autograd", "loop"),
+    Contender("loop over a compiled client", "loop_of_compiled"),
+    PFL,
+    Contender("bagua, map_fn", "bagua"),
+    *(
+        Contender(f"bagua, {verb}, chunk_size={size}", "bagua", options={"verb": verb, "chunk_size": size})
+        for verb in ("map_fn", "map_reduce")
+        for size in (1, 4)
+    ),
+    FLOOR,
+    Contender("pfl-research, 2 processes", "pfl", "pfl", cores=2),
+    Contender(
+        "bagua, map_reduce, chunk_size=4, 2 ranks",
+        "bagua_on_ranks",
+        cores=2,
+        options={"verb": "map_reduce", "chunk_size": 4},
+    ),
+    Contender("Flower, 2 processes", "flower", "flwr", cores=2),
+)
+_LIMIT_S = 300.0  # torch.compile on a busy machine
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    add_interpreters(parser, ("pfl", "flower"))
+    args = parser.parse_args()
+    pythons, missing = interpreters(args)
+    task = TASKS["cifar10"]
+    setup = {
+        "task": f"{task.num_parameters()} parameters, {COHORT} clients, {task.steps} steps of {task.batch} images each",
+        **({"not there": ", ".join(missing)} if missing else {}),
+    }
+    result = report.Report(__file__, "how long a round of pfl-research's CIFAR10 benchmark takes", args, setup)
+    rows, firsts, failures = rounds(CONTENDERS, task.name, COHORT, 2 if args.quick else 7, pythons, _LIMIT_S)
+    p50 = {row.case: row.p50 for row in rows}
+    for row in rows:
+        row.cells = {
+            "to pfl": f"{p50[PFL.name] / row.p50:.2f}" if PFL.name in p50 else "",
+            "x floor": f"{row.p50 / p50[FLOOR.name]:.2f}",
+            **row.cells,
+            "first round s": report.three_digits(firsts[row.case]),
+        }
+    result.add(report.Table(f"A round of {COHORT} clients", rows))
+    for failure in failures:
+        result.say(f"Failed: {failure}")
+    result.write()
+
+
+if __name__ == "__main__":
+    main()
