@@ -390,6 +390,7 @@ class Contender:
         needs: the package that it imports.
         cores: the number of its cores, and of its processes (ranks), except for Flower, which starts its own.
         options: of its function.
+        environ: further variables of its environment.
         is_complete: False if it computes a part of the round only, whose result is not compared.
     """
 
@@ -398,6 +399,7 @@ class Contender:
     needs: str = "torch"
     cores: int = 1
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     is_complete: bool = True
 
 
@@ -425,6 +427,7 @@ class Running:
             root = Path(__file__).resolve().parents[2]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
             environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}  # compile anew
+            environ |= contender.environ
             if ranks > 1:
                 environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
                 environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
