@@ -12,6 +12,7 @@ from bagua import federated
 from bagua.errors import InvalidArgument
 from bagua.federated import Coded, FixedPoint
 from bagua.federated.programs import messages
+from tests.distributed.worlds import fast_in, in_turns
 
 NUM_CLIENTS = 3
 X = torch.linspace(-1, 1, 3000)
@@ -78,8 +79,11 @@ def in_a_loop(x, rows, kept, codec, seed=None):
     return total, second.float() / len(rows)
 
 
-@pytest.mark.parametrize("make", [clients_of, Saved])
-@pytest.mark.parametrize("codec, feedback", [("minmax_uint8", True), ("topk:k=8", True), ("topk:k=8", False)])
+RUNS = [("minmax_uint8", True), ("topk:k=8", True), ("topk:k=8", False)]
+
+
+@fast_in("make", [Saved], [Saved, clients_of])
+@pytest.mark.parametrize("codec, feedback", RUNS)
 def test_three_runs_are_those_of_a_loop(make, codec, feedback):
     platform = make(ROWS)
     kept = [{} if feedback else None for _ in ROWS]
@@ -163,8 +167,7 @@ class Weighing(federated.IsolatedClients):
 CODINGS = [FixedPoint(24, 4), Coded("minmax_uint8"), Coded("topk:k=8"), Coded("qsgd", seed=2)]
 
 
-@pytest.mark.parametrize("coding", CODINGS, ids=str)
-@pytest.mark.parametrize("threshold", [None, 3])
+@in_turns("coding, threshold", CODINGS, [None, 3])
 def test_the_cost_is_what_travels(coding, threshold):
     platform = Weighing(ROWS)
     for _ in range(2):  # figures are of the last run
@@ -181,8 +184,7 @@ def test_the_cost_is_what_travels(coding, threshold):
         assert coded < sum(cost.bytes_up) < coded + 700
 
 
-@pytest.mark.parametrize("coding", [FixedPoint(24, 4), Coded("minmax_uint8")], ids=str)
-@pytest.mark.parametrize("exchange", [1, 2])
+@in_turns("coding, exchange", [FixedPoint(24, 4), Coded("minmax_uint8")], [1, 2])
 def test_drop_outs_move_the_cost_by_less_than_a_hundredth(coding, exchange):
     rows, x = torch.randn(7, 20_000, generator=torch.Generator().manual_seed(2)), torch.ones(20_000)
 
