@@ -143,6 +143,7 @@ BUGS = {
     "index_fill": lambda: (mean_under_vmap("index_fill")(W), expected("index_fill", "value")),
     "roll": lambda: (vmap(torch.roll, (0, None))(Y[:, 0, 0, 0], 1), Y[:, 0, 0, 0]),
     "select_scatter": lambda: (grad(mean_under_vmap("select_scatter"))(W), expected("select_scatter", "grad")),
+    "data": lambda: (grad(lambda p: grad(lambda q: (q.data * q).sum())(p).sum())(MEAN), torch.zeros_like(MEAN)),
     "weights of classes": lambda: (
         jvp(lambda w: functional.cross_entropy(Y[0], torch.tensor([[0, 2, 1, 1], [1, 1, 2, 0]]), w), (VAR,), (MEAN,))[
             1
