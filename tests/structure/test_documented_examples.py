@@ -174,8 +174,17 @@ def test_the_diff_of_the_start_pages(page):
     torch.testing.assert_close(torch.tensor(spawn(run_the_diff, 2, args=(added,))), torch.full((2, 2, 4), 1.5))
 
 
+@pytest.fixture
+def one_thread():
+    """As in ranks: the tensors of examples are small."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.mark.parametrize("page", FEDERATED[:2])
-def test_the_examples_of_federated_programs(page):
+def test_the_examples_of_federated_programs(one_thread, page):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     path = str(ROOT / "docs" / page)
     output = []
@@ -201,16 +210,14 @@ def run_the_tutorial(rank, world_size, text):
 
 @pytest.mark.needs("dp_accounting", "sklearn")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_tutorial_prints_what_it_shows(pool2, monkeypatch, world_size):
+def test_the_tutorial_prints_what_it_shows(pool2, one_thread, monkeypatch, world_size):
     """One process without a launcher, and two ranks; numbers with a point may differ by two hundredths."""
     text = (ROOT / "docs" / FEDERATED[2]).read_text()
     if world_size == 2:
         found = pool2.run(run_the_tutorial, args=(text,))
     else:
         monkeypatch.delenv("RANK", raising=False)
-        num_threads = torch.get_num_threads()
         found = [run_the_tutorial(0, 1, text)]
-        torch.set_num_threads(num_threads)
     number = r"\d+\.\d+"
     for pairs in found:
         assert len(pairs) == 5
