@@ -28,6 +28,8 @@ COHORT = 50
 # glibc returns blocks of more than 32 MiB, and a free end of the heap, to the kernel at once, which clears their pages
 # when they are used again. These make it keep them.
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+AS_IT_IS = {"verb": "map_reduce", "vectorize": False}
+ALL_AT_ONCE = {"verb": "map_reduce", "chunk_size": COHORT}
 PFL = Contender("pfl-research", "pfl", "pfl")
 FLOOR = Contender("floor: products alone", "products_alone", is_complete=False)
 CONTENDERS = (
@@ -36,17 +38,15 @@ CONTENDERS = (
     Contender("loop over a compiled client", "loop_of_compiled"),
     PFL,
     Contender("bagua, map_fn", "bagua"),
-    *(
-        Contender(f"bagua, {verb}, chunk_size={size}", "bagua", options={"verb": verb, "chunk_size": size})
-        for verb, size in (("map_fn", 1), ("map_fn", 4), ("map_reduce", 1), ("map_reduce", 4))
-    ),
-    Contender("bagua, map_fn, kept memory", "bagua", environ=KEPT_MEMORY),
-    Contender("bagua, map_reduce, kept memory", "bagua", environ=KEPT_MEMORY, options={"verb": "map_reduce"}),
-    Contender("bagua, torch.compile, kept memory", "bagua_compiled", environ=KEPT_MEMORY),
+    Contender("bagua, map_fn, all at once", "bagua", options={"chunk_size": COHORT}),
+    Contender("bagua, map_reduce", "bagua", options={"verb": "map_reduce"}),
+    Contender("bagua, map_reduce, torch.optim", "bagua", options=AS_IT_IS),
+    Contender("bagua, map_reduce, all at once, kept memory", "bagua", environ=KEPT_MEMORY, options=ALL_AT_ONCE),
+    Contender("bagua, map_reduce, torch.optim, kept memory", "bagua", environ=KEPT_MEMORY, options=AS_IT_IS),
     Contender("pfl-research, kept memory", "pfl", "pfl", environ=KEPT_MEMORY),
     FLOOR,
     Contender("pfl-research, 2 processes", "pfl", "pfl", cores=2),
-    Contender("bagua, map_fn, kept memory, 2 ranks", "bagua_on_ranks", cores=2, environ=KEPT_MEMORY),
+    Contender("bagua, map_reduce, torch.optim, 2 ranks", "bagua_on_ranks", cores=2, options=AS_IT_IS),
     Contender("Flower, 2 processes", "flower", "flwr", cores=2),
 )
 _LIMIT_S = 300.0  # torch.compile on a busy machine

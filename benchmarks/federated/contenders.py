@@ -203,17 +203,36 @@ def compiled_loop(turns: Turns, task: Any, clients: int) -> None:
     turns.serve(lambda: round_of(*parts))
 
 
-def _bagua_round(task: Any, clients: int, verb: str = "map_fn", chunk_size: int | None = None) -> Callable[..., Model]:
+def _client_with_optimizer(task: Any) -> Callable[..., Model]:
+    """Returns a function that trains one client by an optimizer of torch."""
+    import torch
+
+    def train(model: Model, inputs: Any, labels: Any) -> Model:
+        leaves = {name: value.requires_grad_() for name, value in model.items()}
+        optimizer = torch.optim.SGD(leaves.values(), lr=task.rate)
+        for x, y in zip(inputs, labels, strict=True):
+            optimizer.zero_grad()
+            task.loss(leaves, x, y).backward()
+            optimizer.step()
+        return leaves
+
+    return train
+
+
+def _bagua_round(
+    task: Any, clients: int, verb: str = "map_fn", chunk_size: int | None = None, vectorize: bool = True
+) -> Callable[..., Model]:
     from bagua import federated
 
-    train = client_function(task)
+    train = client_function(task) if vectorize else _client_with_optimizer(task)
+    options = {"chunk_size": chunk_size, "vectorize": vectorize}
 
     @federated.program(clients=clients)
     def fedavg(model: Model, inputs: Any, labels: Any) -> Model:
         arguments = (federated.broadcast(model), inputs, labels)
         if verb == "map_reduce":
-            return federated.map_reduce(train, arguments, chunk_size=chunk_size)
-        return federated.reduce_mean(federated.map_fn(train, arguments, chunk_size=chunk_size))
+            return federated.map_reduce(train, arguments, **options)
+        return federated.reduce_mean(federated.map_fn(train, arguments, **options))
 
     return fedavg
 
