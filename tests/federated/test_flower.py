@@ -47,6 +47,7 @@ def simulated():
         keep("failing", federated.run_on, platform, wrong, x=X.double())
         for name, function in RUNS.items():
             keep(name, federated.run_on, platform, federated.trace(function, X, Y), coding=CODING, x=X)
+        keep("coded", coded_runs, platform)
         absent = flower.FlowerPlatform(grid, [*platform.nodes[:2], 77], timeout=10)
         keep("missing", federated.run_on, absent, federated.trace(fax, X, Y), x=X)
         keep("few", flower.FlowerPlatform, grid, 4, timeout=0.2)
@@ -54,6 +55,16 @@ def simulated():
 
     run_simulation(server, flower.client_app(data_of), 3)
     return happened
+
+
+def coded_runs(platform):
+    """Three, in which each client and the server need what the runs before have left."""
+    graph, deltas = federated.trace(grad(fax), X, Y), federated.Deltas("onebit")
+    found = []
+    for number in range(3):
+        gradient = federated.run_on(platform, graph, coding=federated.Coded("onebit"), deltas=deltas, x=X + number)
+        found.append((gradient, platform.bytes_down, platform.bytes_up))
+    return found
 
 
 RUNS = {"value": fax, "gradient": grad(fax), "gradient of weighted": grad(weighted), "Hessian": hessian(fax)}
@@ -65,6 +76,17 @@ def test_flower_gives_what_the_program_gives(simulated, name):
     if isinstance(simulated[name], Exception):
         raise simulated[name]
     torch.testing.assert_close(simulated[name], RUNS[name](X, Y), rtol=1e-6, atol=9 * CODING.tolerance(3))
+
+
+@pytest.mark.needs("flwr", "ray")
+def test_codecs_and_bytes_are_those_of_isolated_clients(simulated):
+    if isinstance(simulated["coded"], Exception):
+        raise simulated["coded"]
+    expected = coded_runs(federated.IsolatedClients([federated.Client(y=row) for row in Y]))
+    assert expected[0][1] != expected[1][1] and not torch.equal(expected[1][0], grad(fax)(X + 1, Y))
+    for (gradient, *travelled), (expected_gradient, *expected_bytes) in zip(simulated["coded"], expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient)
+        assert travelled == expected_bytes
 
 
 @pytest.mark.needs("flwr", "ray")

@@ -5,8 +5,9 @@
     gradient = federated.run_on(platform, graph, x=x)
 
 The server runs the graph's rounds (rounds.py). It sends every client the same request and gets a reply from each: first
-the graph, for public keys, then for every round the values that are broadcast, for the clients' masked parts of the
-reductions. Clients keep their values from round to round. All of what is sent are bytes from which nothing is run.
+the graph, for public keys, then for every round the values that are broadcast, for the clients' parts of the
+reductions, masked (secure_sum.py, dropouts.py) or by a codec (coded.py). Clients keep their values from round to round.
+All of what is sent are bytes from which nothing is run.
 """
 
 from __future__ import annotations
