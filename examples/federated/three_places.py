@@ -24,7 +24,7 @@ from bagua.federated import sampling
 from bagua.federated.aggregators import Aggregator, Mean, SecureSum
 
 CLIENTS, ROUNDS, BATCH_SIZE, SEED = 4, 3, 32, 0
-# As many bytes as float32, and sums that do not depend on their order.
+# It takes as many bytes as float32, and its sums do not depend on their order.
 CODING = federated.FixedPoint(bits=32, fraction_bits=20)
 AVERAGE = Aggregator(SecureSum(CODING.bits, CODING.fraction_bits), Mean())
 
