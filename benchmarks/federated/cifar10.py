@@ -29,24 +29,28 @@ COHORT = 50
 # when they are used again. These make it keep them.
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 AS_IT_IS = {"verb": "map_reduce", "vectorize": False}
+COMPILED = {**AS_IT_IS, "compile_client": True}
 ALL_AT_ONCE = {"verb": "map_reduce", "chunk_size": COHORT}
 PFL = Contender("pfl-research", "pfl", "pfl")
 FLOOR = Contender("floor: products alone", "products_alone", is_complete=False)
 CONTENDERS = (
     Contender("loop over clients, nn.Module", "loop_of_modules"),
     Contender("loop over clients, autograd", "loop"),
+    Contender("loop over clients, torch.func", "loop_func"),
     Contender("loop over a compiled client", "loop_of_compiled"),
     PFL,
     Contender("bagua, map_fn", "bagua"),
     Contender("bagua, map_fn, all at once", "bagua", options={"chunk_size": COHORT}),
     Contender("bagua, map_reduce", "bagua", options={"verb": "map_reduce"}),
     Contender("bagua, map_reduce, torch.optim", "bagua", options=AS_IT_IS),
+    Contender("bagua, map_reduce, a compiled client", "bagua", options=COMPILED),
     Contender("bagua, map_reduce, all at once, kept memory", "bagua", environ=KEPT_MEMORY, options=ALL_AT_ONCE),
     Contender("bagua, map_reduce, torch.optim, kept memory", "bagua", environ=KEPT_MEMORY, options=AS_IT_IS),
     Contender("pfl-research, kept memory", "pfl", "pfl", environ=KEPT_MEMORY),
     FLOOR,
     Contender("pfl-research, 2 processes", "pfl", "pfl", cores=2),
     Contender("bagua, map_reduce, torch.optim, 2 ranks", "bagua_on_ranks", cores=2, options=AS_IT_IS),
+    Contender("bagua, map_reduce, a compiled client, 2 ranks", "bagua_on_ranks", cores=2, options=COMPILED),
     Contender("Flower, 2 processes", "flower", "flwr", cores=2),
 )
 _LIMIT_S = 300.0  # torch.compile on a busy machine

@@ -220,11 +220,20 @@ def _client_with_optimizer(task: Any) -> Callable[..., Model]:
 
 
 def _bagua_round(
-    task: Any, clients: int, verb: str = "map_fn", chunk_size: int | None = None, vectorize: bool = True
+    task: Any,
+    clients: int,
+    verb: str = "map_fn",
+    chunk_size: int | None = None,
+    vectorize: bool = True,
+    compile_client: bool = False,
 ) -> Callable[..., Model]:
+    import torch
+
     from bagua import federated
 
-    train = client_function(task) if vectorize else _client_with_optimizer(task)
+    train = client_function(task) if vectorize or compile_client else _client_with_optimizer(task)
+    if compile_client:
+        train = torch.compile(train)
     options = {"chunk_size": chunk_size, "vectorize": vectorize}
 
     @federated.program(clients=clients)

@@ -92,7 +92,7 @@ def main() -> None:
     figure, axes = report.subplots(len(MODELS))
     for axis, (model, (_, clients, steps, batch)) in zip(axes, MODELS.items(), strict=True):
         for env, where in ((None, ""), (KEPT, ", memory kept")):
-            (found,) = ranks.run(1, {"model": model, "repetitions": 3 if args.quick else 20}, env=env)
+            (found,) = ranks.run(1, {"model": model, "repetitions": 3 if args.quick else 8}, env=env)
             rows = [report.Row(LOOP, found.pop(LOOP))]
             rows += [report.Row(name, samples, rows[0]) for name, samples in found.items()]
             title = f"{model}{where}: {clients} clients, {steps} steps of {batch}"
