@@ -21,6 +21,7 @@ from bagua.federated.programs.platform import Client, IsolatedClients, Platform,
 from bagua.federated.programs.rounds import Cost, cost_of
 from bagua.federated.programs.trace import trace
 from bagua.federated.verbs.map_reduce import map_reduce
+from bagua.federated.verbs.memory import keep_memory
 from bagua.federated.verbs.model_parallel import copy_to_group, reduce_from_group
 from bagua.federated.verbs.operators import record
 from bagua.federated.verbs.placement import local_slice, program
@@ -47,6 +48,7 @@ __all__ = [
     "copy_to_group",
     "cost_of",
     "gather",
+    "keep_memory",
     "local_slice",
     "map_fn",
     "map_reduce",

@@ -226,11 +226,14 @@ def _bagua_round(
     chunk_size: int | None = None,
     vectorize: bool = True,
     compile_client: bool = False,
+    keep_memory: bool = False,
 ) -> Callable[..., Model]:
     import torch
 
     from bagua import federated
 
+    if keep_memory:
+        federated.keep_memory()
     train = client_function(task) if vectorize or compile_client else _client_with_optimizer(task)
     if compile_client:
         train = torch.compile(train)

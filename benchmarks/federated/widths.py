@@ -2,8 +2,7 @@
 
 Each client trains an MLP by SGD. The loop calls the client function of the program for one client after the other, by
 torch.func.grad, and takes the mean. On one core, in one process. glibc gives memory back to the kernel after a step of
-a wide model, and gets it again page by page: the second table of each model is without that, by two variables of the
-environment.
+a wide model, and gets it again page by page: the second table of each model is without that, by keep_memory().
 
     .venv/bin/python -m benchmarks.federated.widths [--quick]
 """
@@ -23,17 +22,18 @@ MODELS = {
     "1.9 M parameters": ((784, 1024, 1024, 10), 16, 5, 10),
     "1.9 M parameters, one step": ((784, 1024, 1024, 10), 48, 1, 10),
 }
-KEPT = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 LOOP = "loop over clients"
 
 
-def measure(model: str, repetitions: int) -> dict[str, list[float]]:
+def measure(model: str, is_kept: bool, repetitions: int) -> dict[str, list[float]]:
     """Measures in one process; returns seconds by case."""
     import torch
     from torch.utils import _pytree as pytree
 
     from bagua import federated
 
+    if is_kept:
+        federated.keep_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes, clients, steps, batch = MODELS[model]
@@ -91,8 +91,9 @@ def main() -> None:
     result = report.Report(__file__, "how many clients to compute at a time, by the width of their models", args)
     figure, axes = report.subplots(len(MODELS))
     for axis, (model, (_, clients, steps, batch)) in zip(axes, MODELS.items(), strict=True):
-        for env, where in ((None, ""), (KEPT, ", memory kept")):
-            (found,) = ranks.run(1, {"model": model, "repetitions": 3 if args.quick else 8}, env=env)
+        for is_kept, where in ((False, ""), (True, ", keep_memory()")):
+            repetitions = 3 if args.quick else 8
+            (found,) = ranks.run(1, {"model": model, "is_kept": is_kept, "repetitions": repetitions})
             rows = [report.Row(LOOP, found.pop(LOOP))]
             rows += [report.Row(name, samples, rows[0]) for name, samples in found.items()]
             title = f"{model}{where}: {clients} clients, {steps} steps of {batch}"

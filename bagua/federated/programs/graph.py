@@ -212,9 +212,13 @@ class Graph:
         if node.verb == BROADCAST:
             return verbs.broadcast(values, placement=node.placement)
         if node.verb == MAP:
-            function = self.functions[node.target]
-            options = {"vectorize": not function.code, "randomness": node.randomness, "placement": node.placement}
-            return list(verbs.map_fn(function.as_client_function(), tuple(values), **options))
+            function, placement = self.functions[node.target], node.placement
+            if function.code:
+                arguments = pytree.tree_unflatten(values, function.structures[0])
+                mapped = verbs.map_fn(function.installed_code(), arguments, vectorize=False, placement=placement)
+                return function.checked(pytree.tree_leaves(mapped), has_axis=True)
+            client = function.as_client_function()
+            return list(verbs.map_fn(client, tuple(values), randomness=node.randomness, placement=placement))
         # Ranks compare these names, and see that they run one graph.
         named = {
             f"graph {self.name}, digest {self.fingerprint}, value {index}": value for index, value in enumerate(values)
@@ -228,7 +232,8 @@ class Graph:
         if node.target in self.constants:
             return [self.constants[node.target]]
         if node.target.startswith(CODE):
-            return self._run_code(node, known)
+            values = [known[value] for value in node.args]
+            return self.checked(run_code(self.installed_code(), values, self.structures[0]))
 
         def given(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -243,15 +248,19 @@ class Graph:
         result = operator_of(node.target)(*args, **kwargs)
         return [result] if isinstance(result, torch.Tensor) else result
 
-    def _run_code(self, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
+    def installed_code(self) -> Callable:
+        """The function that it calls. Raises InvalidArgument if none is installed."""
         if not self.installed:
             raise InvalidArgument(
                 f"a graph that calls the function {self.code!r}, which was not saved with it: install it, by "
                 f"graph.install({{{self.code!r}: {self.code}}})"
             )
-        results = run_code(self.installed[self.code], [known[value] for value in node.args], self.structures[0])
-        got = [str(Value("", tuple(one.shape), one.dtype, SERVER)) for one in results]
-        expected = list(map(str, node.results))
+        return self.installed[self.code]
+
+    def checked(self, results: Sequence[torch.Tensor], *, has_axis: bool = False) -> Sequence[torch.Tensor]:
+        """Returns what code has returned. Raises InvalidArgument if it is not as where it was traced."""
+        got = [str(Value("", tuple(one.shape[has_axis:]), one.dtype, SERVER)) for one in results]
+        expected = list(map(str, self.nodes[0].results))
         if got != expected:
             raise InvalidArgument(
                 f"the client function {self.code} returns {', '.join(got)}, but was traced with {', '.join(expected)}"

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from bagua.distributed.devices import seeded
 from bagua.errors import InvalidArgument
 from bagua.federated.verbs.closures import current_level
-from bagua.federated.verbs.placement import Frame, Placement, run_in
+from bagua.federated.verbs.placement import Frame, Placement, local_placement, run_in
 from bagua.federated.verbs.randomness import as_if_not_drawn, seed_of
 from bagua.federated.verbs.reduction import first_client
 from bagua.federated.verbs.traced import OPERATORS, Spec, Trace, below_the_trace
@@ -39,35 +39,37 @@ def check_as_it_is(verb: str, chunk_size: int | None, randomness: str) -> None:
         )
 
 
+def at(path: tuple) -> str:
+    """Returns the words for a place in a pytree."""
+    return f" at {pytree.keystr(path)}" if path else ""
+
+
 def check_result(result: Tree, verb: str) -> None:
     """Raises InvalidArgument unless what a client function returns is tensors."""
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, torch.Tensor):
-            where = f" at {pytree.keystr(path)}" if path else ""
             raise InvalidArgument(
-                f"the client function of {verb} returns {leaf!r}{where}, a {type(leaf).__name__}, expected "
+                f"the client function of {verb} returns {leaf!r}{at(path)}, a {type(leaf).__name__}, expected "
                 "tensors: return torch.tensor of a number, and nothing that is not a tensor"
             )
 
 
 @torch.compiler.disable  # which cannot follow any code
-def each(
-    function: Callable, arguments: tuple, is_shared: Sequence[bool], clients: Placement, verb: str
-) -> Iterator[Tree]:
-    """Yields what the function returns for each client, detached.
+def each(function: Callable, arguments: tuple, clients: Placement, verb: str) -> Iterator[Tree]:
+    """Yields what the function returns for each client.
 
     Args:
         arguments: of placed values, with one client at least.
-        is_shared: by leaf: clients get copies of what they share, for they may write into it.
     """
     leaves, structure = pytree.tree_flatten(arguments)
-    leaves = [leaf.detach() for leaf in leaves]
     drawn = int(torch.randint(2**62, (), device="cpu"))  # the same on all ranks
+    devices = {leaf.device for leaf in leaves}
+    if torch.accelerator.is_available():  # where code may train what it gets on the CPU
+        devices.add(torch.empty(0, device=torch.accelerator.current_accelerator()).device)
     first, expected = first_client(clients), None
     for index in range(len(leaves[0])):
-        own = [leaf[index].clone() if one else leaf[index] for leaf, one in zip(leaves, is_shared, strict=True)]
-        with seeded(seed_of(drawn, first + index), {leaf.device for leaf in leaves}):
-            result = _run(function, pytree.tree_unflatten(own, structure), clients, verb)
+        with seeded(seed_of(drawn, first + index), devices):
+            result = _run(function, [leaf[index] for leaf in leaves], structure, clients, verb)
         got = pytree.tree_map(Spec.of, result)
         expected = expected or got
         if got != expected:
@@ -78,15 +80,13 @@ def each(
         yield result
 
 
-def _run(function: Callable, arguments: Sequence[Any], clients: Placement | None, verb: str) -> Tree:
-    """One client's result, detached."""
+def _run(function: Callable, leaves: Sequence[torch.Tensor], structure: Any, clients: Placement, verb: str) -> Tree:
+    """One client's result: a copy, made from copies, for code may write into both."""
     with torch.inference_mode(False), torch.enable_grad():
-        if clients is None:
-            result = function(*arguments)
-        else:
-            result = run_in(Frame(clients, is_mapping=True), function, tuple(arguments), {})
-    check_result(result, verb)
-    return pytree.tree_map(torch.Tensor.detach, result)
+        own = pytree.tree_unflatten([leaf.detach().clone() for leaf in leaves], structure)
+        result = run_in(Frame(clients, is_mapping=True), function, own, {})
+        check_result(result, verb)
+        return pytree.tree_map(lambda leaf: leaf.detach().clone(), result)
 
 
 # ---- in traces
@@ -104,7 +104,7 @@ def trace_code(trace: Trace, function: Callable, arguments: tuple, clients: Plac
     with below_the_trace():
         zeros = [spec.zeros() for spec in specs]
         with as_if_not_drawn(zeros):
-            result = _run(function, pytree.tree_unflatten(zeros, structure), clients, "map_fn")
+            result = _run(function, zeros, structure, clients, "map_fn")
     flat, out_structure = pytree.tree_flatten(result)
     made = trace.add_code(function, specs, list(map(Spec.of, flat)), (structure, out_structure), clients.key)
     with torch.no_grad():
@@ -113,6 +113,5 @@ def trace_code(trace: Trace, function: Callable, arguments: tuple, clients: Plac
 
 
 def run_code(function: Callable, values: Sequence[torch.Tensor], structure: Any) -> Sequence[torch.Tensor]:
-    """Returns the leaves of what code returns for one client's leaves, of which it gets copies."""
-    own = [value.detach().clone() for value in values]
-    return pytree.tree_leaves(_run(function, pytree.tree_unflatten(own, structure), None, "map_fn"))
+    """Returns the leaves of what code returns for one client's leaves, where no program runs."""
+    return pytree.tree_leaves(_run(function, values, structure, local_placement("clients", 1), "map_fn"))

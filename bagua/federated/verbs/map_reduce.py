@@ -96,8 +96,6 @@ def map_reduce(
     if reduce not in ("mean", "sum", "weighted_mean"):
         raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
     check_options(chunk_size, randomness)
-    if not vectorize and tracing():
-        return _by_verbs(function, arguments, reduce, mask, placement)
     if vectorize:
         check_no_script(function, "map_reduce")
     else:
@@ -105,6 +103,9 @@ def map_reduce(
     options = {"vectorize": vectorize, "chunk_size": chunk_size, "randomness": randomness, "placement": placement}
     if mask is not None:
         mask = check_mask(mask, pytree.tree_leaves(arguments), current(placement, "map_reduce"), "map_reduce")
+    if not vectorize and tracing():
+        return _by_verbs(function, arguments, reduce, mask, placement)
+    if mask is not None:
         masked = functools.partial(_masked, function, reduce)
         if not torch.compiler.is_compiling():
             functools.update_wrapper(masked, function)
@@ -136,7 +137,7 @@ def map_reduce(
     check = check_floating if reduce == "mean" else check_summable
     seen: list[Any] = []
     if vectorize:
-        chunk_size = chunk_size or chosen_chunk(leaves, clients.num_local)
+        chunk_size = chunk_size or chosen_chunk(leaves, clients)
         results = _sums(function, leaves, structure, clients, lambda x: check(x, verb), seen, chunk_size, randomness)
     else:
         results = _sums_of_each(function, splat(arguments), clients, lambda x: check(x, verb), seen)

@@ -208,9 +208,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def name_of_code(function: Callable) -> str:
     """Returns the name by which clients find a function that runs as it is."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", "")
+    name = getattr(function, "__name__", "")  # a partial has none, and clients would call the whole function
     if not name.isidentifier():
         raise InvalidArgument(
             f"map_fn(vectorize=False) of {function!r} in a traced program, whose clients find it by its name: give it "

@@ -15,8 +15,10 @@ import torch
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
+from bagua.distributed import world
 from bagua.errors import InvalidArgument
-from bagua.federated.verbs.as_it_is import check_as_it_is, check_result, each, trace_code
+from bagua.federated.verbs import memory
+from bagua.federated.verbs.as_it_is import at, check_as_it_is, check_result, each, trace_code
 from bagua.federated.verbs.closures import check_closures, check_no_script, version_of
 from bagua.federated.verbs.names import flatten_named
 from bagua.federated.verbs.operators import call, sent_as
@@ -159,13 +161,15 @@ def map_fn(
         function: of one client's values, without their first axis, to a pytree of tensors. It sees the server's values
             through its arguments only: ``federated.broadcast`` them.
         arguments: placed values; a plain tuple is splatted, anything else, a NamedTuple too, is one argument.
-        vectorize: False runs the function as it is, for one client after the other, on ordinary tensors: it may do what
-            any code does, such as train a module with an optimizer of torch.optim, branch on values, or read a file.
-            No derivative leads through it, and transforms of torch.func refuse it. What was broadcast is each client's
-            own copy. torch's generators are seeded for each client, alike on any number of ranks. A traced program
-            names the function, which clients elsewhere have installed: ``federated.Client``.
+        vectorize: False runs the function as it is, for one client after the other, on copies of its values: it may do
+            what any code does, such as train a module with an optimizer of torch.optim, branch on values, or read a
+            file. No derivative leads through it, as through ``detach``, and transforms of torch.func refuse it.
+            torch's generators are seeded for each client, alike on any number of ranks. A traced program names the
+            function, which clients elsewhere have installed (``federated.Client``) and run with generators of their
+            own. A rank without clients, and federated.trace, call it once with zeros, to see what it returns.
         chunk_size: how many clients are computed at a time. None: as many as their arguments fit into a processor's
-            caches, and all on a device and under torch.compile.
+            caches, or 512 MiB after ``federated.keep_memory()``; all on a device, under torch.compile, and where other
+            ranks may hold parts of the same clients.
         randomness: of the function: "error", "different" for each client or the "same" for those of a rank; see
             torch.func.vmap. What is different depends on how the clients are spread over the ranks. In graphs of
             torch.compile and make_fx ranks with one seed draw alike, and their generators may differ afterwards where
@@ -193,7 +197,7 @@ def map_fn(
     check_no_script(function, "map_fn")
     if trace := tracing():
         return _trace_map(trace, function, splatted, clients, randomness)
-    chunk_size = chunk_size or chosen_chunk(pytree.tree_leaves(splatted), clients.num_local)
+    chunk_size = chunk_size or chosen_chunk(pytree.tree_leaves(splatted), clients)
     of_one = functools.partial(run_client, function, clients, "map_fn")
     of_all = torch.func.vmap(of_one, chunk_size=chunk_size, randomness=randomness)
     # Not every operation can be batched over nothing. One client that is dropped again keeps what is differentiated,
@@ -208,18 +212,21 @@ def map_fn(
     return results if clients.num_local else pytree.tree_map(lambda leaf: leaf[:0], results)
 
 
-# Measured (benchmarks/federated/widths.py): beyond so many bytes of arguments, batched operators wait for memory, and
-# below so many clients for torch's dispatch under vmap.
-_CHUNK_BYTES = 8 * 2**20
+# Measured (benchmarks/federated/widths.py): beyond so many bytes of arguments, batched operators wait for memory, more
+# so where it is not kept, and below so many clients for torch's dispatch under vmap.
+_CHUNK_BYTES, _KEPT_CHUNK_BYTES = 8 * 2**20, 512 * 2**20
 _LEAST_CHUNK = 4
 
 
-def chosen_chunk(leaves: Sequence[torch.Tensor], num_local: int) -> int | None:
+def chosen_chunk(leaves: Sequence[torch.Tensor], clients: Placement) -> int | None:
     """Returns how many of this rank's clients are computed at a time where the caller does not say; None: all."""
+    num_local = clients.num_local
     if torch.compiler.is_compiling() or num_local <= _LEAST_CHUNK or not all(leaf.is_cpu for leaf in leaves):
         return None
+    if world.is_initialized() and world.resolve(None).size > (clients.group.size if clients.is_distributed else 1):
+        return None  # other ranks may share the clients, with parts of other sizes, and must compute as many at a time
     of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves) // num_local
-    most = max(_LEAST_CHUNK, _CHUNK_BYTES // max(1, of_one))
+    most = max(_LEAST_CHUNK, (_KEPT_CHUNK_BYTES if memory.is_kept() else _CHUNK_BYTES) // max(1, of_one))
     return -(-num_local // -(-num_local // most)) if most < num_local else None  # chunks of about one size
 
 
@@ -234,9 +241,7 @@ def _stacked(function: Callable, arguments: tuple, clients: Placement) -> Tree:
 
 def each_of(function: Callable, arguments: tuple, clients: Placement, verb: str) -> Iterator[Tree]:
     """Yields what a function that runs as it is returns for each client, or for a stand-in where there is none."""
-    is_shared = [shared_of(leaf, clients) is not None or _is_expanded(leaf) for leaf in pytree.tree_leaves(arguments)]
-    given = arguments if clients.num_local else pytree.tree_map(stand_in, arguments)
-    return each(function, given, is_shared, clients, verb)
+    return each(function, arguments if clients.num_local else pytree.tree_map(stand_in, arguments), clients, verb)
 
 
 def stand_in(leaf: torch.Tensor) -> torch.Tensor:
@@ -448,10 +453,6 @@ def _across(
     return results
 
 
-def _at(path: tuple) -> str:
-    return f" at {pytree.keystr(path)}" if path else ""
-
-
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _FLOATING = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _SUMMABLE = _INTEGERS | _FLOATING | {torch.complex64, torch.complex128}
@@ -465,7 +466,7 @@ def check_tensors(value: Tree, verb: str) -> Tree:
             return leaf
         if isinstance(leaf, (int, float, complex)):
             return torch.as_tensor(leaf)
-        raise InvalidArgument(f"{verb} of {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected tensors")
+        raise InvalidArgument(f"{verb} of {leaf!r}{at(path)}, a {type(leaf).__name__}, expected tensors")
 
     return pytree.tree_map_with_path(check, value)
 
@@ -473,11 +474,11 @@ def check_tensors(value: Tree, verb: str) -> Tree:
 def check_placed(value: Tree, clients: Placement, verb: str) -> Tree:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         if not isinstance(leaf, torch.Tensor):
-            raise InvalidArgument(f"{verb} of {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected tensors")
+            raise InvalidArgument(f"{verb} of {leaf!r}{at(path)}, a {type(leaf).__name__}, expected tensors")
         if leaf.dim() == 0 or leaf.shape[0] != clients.num_local:
             held = "all of them" if clients.num_local == clients.size else f"of {clients.size} in all"
             raise InvalidArgument(
-                f"{verb}: a tensor of shape {list(leaf.shape)}{_at(path)}, expected {clients.num_local} as the first "
+                f"{verb}: a tensor of shape {list(leaf.shape)}{at(path)}, expected {clients.num_local} as the first "
                 f"axis, the {clients.name} that this rank holds, {held}; federated.broadcast values of the server, or "
                 "give program(num_local=) what each rank holds"
             )
@@ -487,10 +488,10 @@ def check_placed(value: Tree, clients: Placement, verb: str) -> Tree:
 def check_summable(value: Tree, verb: str) -> Tree:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         if leaf.dtype is torch.bool:
-            raise InvalidArgument(f"{verb} of bools{_at(path)}: say what a sum is by .to(torch.int64) or another dtype")
+            raise InvalidArgument(f"{verb} of bools{at(path)}: say what a sum is by .to(torch.int64) or another dtype")
         if leaf.dtype not in _SUMMABLE:
             raise InvalidArgument(
-                f"{verb} of {leaf.dtype}{_at(path)}, which is not added up: convert it to a dtype that is, "
+                f"{verb} of {leaf.dtype}{at(path)}, which is not added up: convert it to a dtype that is, "
                 "such as by .to(torch.float32) or .to(torch.int64)"
             )
     return value
@@ -520,6 +521,6 @@ def check_floating(value: Tree, verb: str) -> Tree:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         if not leaf.is_floating_point() and not leaf.is_complex():
             raise InvalidArgument(
-                f"{verb} of {leaf.dtype}{_at(path)}, whose mean is no integer: use .float() or reduce_sum"
+                f"{verb} of {leaf.dtype}{at(path)}, whose mean is no integer: use .float() or reduce_sum"
             )
     return check_summable(value, verb)

@@ -3,6 +3,8 @@
 On any number of ranks, in a traced program, and where clients are somewhere else.
 """
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -165,6 +167,26 @@ def test_clients_write_into_copies():
     assert not x.any()
 
 
+def test_clients_own_data_and_results_are_copies_too():
+    """Of a module, say, that all clients train in turn."""
+    module = torch.nn.Linear(1, 1, bias=False)
+
+    def client(y):
+        y.mul_(2)
+        with torch.no_grad():
+            module.weight.copy_(y.sum().view(1, 1))
+        return module.weight
+
+    y = torch.tensor([1.0, 2.0, 4.0])
+    mapped = federated.program(lambda y: federated.map_fn(client, y, vectorize=False), clients=3)
+    summed = federated.program(lambda y: federated.map_reduce(client, y, reduce="sum", vectorize=False), clients=3)
+    assert mapped(y).flatten().tolist() == [2.0, 4.0, 8.0]
+    assert summed(y) == 14.0
+    assert y.tolist() == [1.0, 2.0, 4.0]
+    with torch.inference_mode():
+        assert mapped(y).flatten().tolist() == [2.0, 4.0, 8.0]
+
+
 def test_no_gradient_leads_through():
     w = torch.ones(4, requires_grad=True)
     dot = federated.program(
@@ -260,6 +282,22 @@ def test_clients_call_no_code_but_their_own():
             federated.run_on(federated.IsolatedClients(clients), graph, state=STATE)
 
 
+def test_a_graph_that_names_code_is_traced_again():
+    def weigh(tree, by):
+        return tree["own"] * 2 - tree["other"].sum() * by
+
+    def total(own, other):
+        tree = {"other": other, "own": own}
+        return federated.reduce_sum(federated.map_fn(weigh, (tree, own), vectorize=False))
+
+    own, other = torch.tensor([1.0, 2.0, 4.0]), torch.ones(3, 2)
+    graph = federated.trace(federated.program(total, clients=3), own, other)
+    twice = federated.trace(lambda own, other: graph(own, other) * 2, own, other)
+    expected = 2 * sum(float(own[i] * 2 - other[i].sum() * own[i]) for i in range(3))
+    clients = [federated.Client({"weigh": weigh}, own=own[i], other=other[i]) for i in range(3)]
+    assert twice(own, other) == federated.run_on(federated.IsolatedClients(clients), twice) == expected
+
+
 def test_code_that_has_no_name_or_a_shared_one_is_not_traced():
     def of(*functions):
         program = federated.program(
@@ -275,6 +313,13 @@ def test_code_that_has_no_name_or_a_shared_one_is_not_traced():
 
     with pytest.raises(InvalidArgument, match="finds? it by its name"):
         of(lambda y: y.sum())()
+    with pytest.raises(InvalidArgument, match="finds? it by its name"):
+        of(functools.partial(twice(torch.sum)))()
+    with pytest.raises(InvalidArgument, match="with chunk_size=2"):
+        program = federated.program(
+            lambda y: federated.map_reduce(torch.sum, y, vectorize=False, chunk_size=2), clients=NUM
+        )
+        federated.trace(program, INPUTS)
     with pytest.raises(InvalidArgument, match="two client functions with the name client"):
         of(twice(torch.sum), twice(torch.mean))()
     assert of(torch.sum, torch.sum)().verbs() == ["reduce_sum", "reduce_sum"]

@@ -298,3 +298,21 @@ def not_a_member(rank, world_size):
 
 def test_a_rank_outside_of_the_group(pool2):
     assert "this rank is not in the group" in pool2.run(not_a_member)[1]
+
+
+def shards_of_two_sizes(rank, world_size):
+    with process_group():
+        alone = [bagua.new_group([0]), bagua.new_group([1])][rank]
+
+        def client(shard):
+            return federated.reduce_from_group(shard.sum(), bagua.get_default_group())
+
+        program = federated.program(
+            lambda shards: federated.reduce_sum(federated.map_fn(client, shards)), clients=16, group=alone
+        )
+        return program(torch.ones(16, 2**19 >> rank)).item()
+
+
+def test_ranks_with_shards_of_two_sizes_compute_as_many_clients_at_a_time(pool2):
+    """Shards of 2 MB and of 1 MB, of which other numbers fit into the caches."""
+    assert pool2.run(shards_of_two_sizes) == [16 * (2**19 + 2**18)] * 2

@@ -10,7 +10,10 @@ import functools
 import gc
 import itertools
 import os
+import platform
 import re
+import subprocess
+import sys
 import threading
 from typing import NamedTuple
 
@@ -723,6 +726,34 @@ def test_clients_of_wide_models_are_computed_some_at_a_time(num, chunk_size, cal
     )
     assert node(wide) == num * 2**20
     assert len(seen) == 2 * calls
+
+
+KEEPS_MEMORY = """
+import resource
+import torch
+from bagua import federated
+
+def num_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(2**24)  # 64 MiB, 16,384 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+seen = []
+program = federated.program(lambda w: federated.map_fn(lambda w: seen.append(1) or w.sum(), w), clients=6)
+for is_kept in (False, federated.keep_memory()):
+    program(torch.ones(6, 2**20))
+    print(is_kept, num_faults(), len(seen))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory by itself, or not at all")
+def test_memory_is_kept_and_more_clients_are_computed_at_a_time():
+    done = subprocess.run([sys.executable, "-c", KEEPS_MEMORY], capture_output=True, text=True, timeout=60)
+    before, after = (line.split() for line in done.stdout.splitlines())
+    assert (before[0], after[0]) == ("False", "True"), done.stderr
+    assert (before[2], after[2]) == ("2", "3")  # in two parts, and then at once
+    assert int(after[1]) < int(before[1]) / 3, done.stdout
 
 
 def test_forward_mode_and_batches_go_through_a_closure():
