@@ -2,11 +2,12 @@
 
 All clients take part in every round, with two steps of SGD each, on the same data. Each contender's model after its
 first round is compared with that of the loop over clients. Contenders are processes that wait for their turn. Those on
-one core are this library's program, the same under torch.compile, a loop of autograd, a loop of the program's client
-function (torch.func), a loop over that function under torch.compile, DrJAX jitted, and pfl-research; on two cores, two
-ranks of the program, and Flower's simulation, which starts its own processes. A last table has the seconds until the
-first round is done, that is tracing and compilation, by number of clients; the time that torch.compile needs once per
-machine (C++ headers) is not counted. Frameworks that cannot be imported are skipped; each may have its own interpreter.
+one core are this library's program, the same where freed memory is kept, and under torch.compile, a loop of autograd, a
+loop of the program's client function (torch.func), a loop over that function under torch.compile, DrJAX jitted, and
+pfl-research; on two cores, two ranks of the program, and Flower's simulation, which starts its own processes. A last
+table has the seconds until the first round is done, that is tracing and compilation, by number of clients; the time
+that torch.compile needs once per machine (C++ headers) is not counted. Frameworks that cannot be imported are skipped;
+each may have its own interpreter.
 
     .venv/bin/python -m benchmarks.federated.federated_round [--drjax PYTHON] [--pfl PYTHON] [--flower PYTHON] [--quick]
 """
@@ -29,7 +30,7 @@ from benchmarks.lib import report
 LOOP = Contender("loop over clients, autograd", "loop")
 LOOP_FUNC = Contender("loop over clients, torch.func", "loop_func")
 BAGUA = Contender("bagua", "bagua")
-BAGUA_IN_CHUNKS = Contender("bagua, chunk_size=16", "bagua", options={"chunk_size": 16})
+BAGUA_KEPT = Contender("bagua, kept memory", "bagua", options={"keep_memory": True})
 BAGUA_COMPILED = Contender("bagua, torch.compile", "bagua_compiled")
 LOOP_OF_COMPILED = Contender("loop over a compiled client", "loop_of_compiled")
 COMPILED_LOOP = Contender("compiled loop over clients", "compiled_loop")
@@ -40,7 +41,7 @@ ROUNDS = (
     LOOP_FUNC,
     LOOP_OF_COMPILED,
     BAGUA,
-    BAGUA_IN_CHUNKS,
+    BAGUA_KEPT,
     BAGUA_COMPILED,
     DRJAX,
     Contender("pfl-research", "pfl", "pfl"),
