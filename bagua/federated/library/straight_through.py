@@ -10,6 +10,7 @@ federated.trace have coding and noise in them. torch.compile runs sums and gathe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -64,7 +65,7 @@ def _code(
     running = mapping()
     if num_local >= 0:
         num_local = placement_of(running[-1]).num_local if running else num_local
-        count(up=-saved * (len(rows) // max(1, num_local)))
+        count(up=-Fraction(saved * len(rows), max(1, num_local)))  # rows are of a chunk of the clients
     return result.to(value.device).view(value.shape)
 
 

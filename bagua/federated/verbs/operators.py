@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -43,12 +44,19 @@ class Record(list[str]):
     """
 
     bytes_down = 0
-    bytes_up = 0
+    _up = Fraction()
 
-    def add(self, *, down: int = 0, up: int = 0) -> None:
-        """Counts bytes; negative ones where a codec sends less than the values that a verb has counted."""
+    @property
+    def bytes_up(self) -> int:
+        return int(self._up)
+
+    def add(self, *, down: int = 0, up: int | Fraction = 0) -> None:
+        """Counts bytes; negative ones where a codec sends less than the values that a verb has counted.
+
+        A part of the clients counts that part of a client's bytes.
+        """
         self.bytes_down += down
-        self.bytes_up += up
+        self._up += up
 
 
 @contextmanager
@@ -80,10 +88,10 @@ def record() -> Iterator[Record]:
         _recorded.reset(token)
         if outer is not None:
             outer += verbs
-            outer.add(down=verbs.bytes_down, up=verbs.bytes_up)
+            outer.add(down=verbs.bytes_down, up=verbs._up)
 
 
-def count(*, down: int = 0, up: int = 0) -> None:
+def count(*, down: int = 0, up: int | Fraction = 0) -> None:
     """Adds bytes to and from each client to the record in force, if there is one."""
     verbs = _recorded.get()
     if verbs is not None:

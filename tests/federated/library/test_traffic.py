@@ -10,6 +10,7 @@ import bagua
 from bagua import federated
 from bagua.federated import Coded, Simulation
 from bagua.federated.library.aggregators import Aggregator, Clip, Mean, Median, Quantize, SecureSum, Sum
+from bagua.federated.verbs.verbs import chosen_chunk
 from tests.conformance.training import process_group
 from tests.distributed.worlds import SAME_TEST
 
@@ -147,6 +148,29 @@ def test_a_graph_counts_as_its_program(name):
     with federated.record() as verbs:
         graph(MODEL, ROWS, MASK)
     assert (verbs.bytes_down, verbs.bytes_up) == (down, OWN if name == "quantized and secure" else up)
+
+
+MANY, LARGE = 14, torch.zeros(400_000)  # so many clients of that size are computed in chunks
+
+
+def of_many(num_ranks):
+    aggregate = Aggregator(Quantize("minmax_uint8"))
+    program = federated.program(lambda y: aggregate(y, aggregate.init(LARGE))[0], clients=MANY)
+    with federated.record() as verbs:
+        program(LARGE.expand(MANY // num_ranks, -1))
+    return verbs.bytes_up
+
+
+def of_many_on_ranks(rank, world_size):
+    with process_group():
+        return of_many(world_size)
+
+
+def test_bytes_do_not_depend_on_chunks(pool2):
+    """On a rank the last chunk is smaller than the others."""
+    assert [chosen_chunk([LARGE.expand(number, -1)], number) for number in (MANY, MANY // 2)] == [5, 4]
+    wire = Quantize("minmax_uint8").wire_bytes(LARGE)
+    assert [of_many(1), *pool2.run(of_many_on_ranks)] == [wire] * 3
 
 
 def test_a_record_inside_of_another_counts_for_both():
