@@ -274,7 +274,8 @@ def quantize(
     """``Quantize`` with error feedback: a client adds to its value what its last message has lost.
 
     What is lost belongs to the client: keep it in a ``ClientStore``. Then rounds are those of clients that
-    ``federated.run_on`` asks with ``Coded(codec)``, for which it is the whole pytree of one reduction.
+    ``federated.run_on`` asks with ``Coded(codec)``, for which it is the whole pytree of one reduction. As there, a
+    number of each client, ``[num_local]``, stays as it is.
 
     Args:
         value: placed values, ``[num_local, ...]`` each, floating.
@@ -310,14 +311,16 @@ def quantize(
     coding.check_error_feedback(True)
     value = check_floating(check_placed(value, clients, verb), verb)
     leaves, structure = pytree.tree_flatten(value)
-    _check_encodes(coding, leaves, verb)
     expected = pytree.tree_map(lambda leaf: (torch.float32, leaf.shape), value)
     given = pytree.tree_map(lambda leaf: (leaf.dtype, leaf.shape), check_placed(residual, clients, verb))
     if given != expected:
         raise InvalidArgument(f"{verb} with residuals {given}, expected {expected}: zeros before the first round")
-    if not leaves:
+    kept = pytree.tree_leaves(residual)
+    chosen = [i for i, leaf in enumerate(leaves) if leaf.dim() > 1 and leaf.shape[1:].numel()]
+    if not chosen:
         return value, residual
-    placed = [leaves, pytree.tree_leaves(residual)]
+    placed = [[leaves[i] for i in chosen], [kept[i] for i in chosen]]
+    _check_encodes(coding, placed[0], verb)
     if coding.is_random:
         if seed is None:
             raise InvalidArgument(f"{verb}, which rounds at random: give a seed, another one for each round")
@@ -334,7 +337,9 @@ def quantize(
         return sent, [torch.where(is_finite, new, old) for new, old in zip(lost, kept, strict=True)]
 
     sent, lost = map_fn(client, tuple(placed), placement=clients.name)
-    return pytree.tree_unflatten(sent, structure), pytree.tree_unflatten(lost, structure)
+    for index, message, new in zip(chosen, sent, lost, strict=True):
+        leaves[index], kept[index] = message, new
+    return pytree.tree_unflatten(leaves, structure), pytree.tree_unflatten(kept, structure)
 
 
 def _check_encodes(codec: codecs.Codec, leaves: list[torch.Tensor], title: str) -> None:

@@ -23,15 +23,16 @@ def simulation(codec, cohort=COHORT, availability=AVAILABILITY, split=None):
     @federated.program(clients=cohort, num_local=split)
     def change(x, y, residual, mask, seed):
         values = federated.map_fn(lambda x, y: y - x, (federated.broadcast(x), y))
-        sent, residual = quantize({"a": values[:, :2000], "b": values[:, 2000:]}, residual, codec, seed=seed)
+        parts = {"a": values[:, :2000], "b": values[:, 2000:], "loss": values.square().mean(1)}
+        sent, residual = quantize(parts, residual, codec, seed=seed)
         return federated.reduce_weighted_mean(sent, torch.ones_like(y[:, 0]), mask=mask), residual
 
     def step(x, round):
         seed = round.seed if bagua.codecs.get(codec).is_random else None
         mean, rows = change(x, ROWS[round.clients], round.client_state, round.mask, seed)
-        return x + 0.5 * torch.cat([mean["a"], mean["b"]]), {}, rows
+        return x + 0.5 * torch.cat([mean["a"], mean["b"]]), {"loss": mean["loss"]}, rows
 
-    store = ClientStore({"a": torch.zeros(2000), "b": torch.zeros(SIZE - 2000)})
+    store = ClientStore({"a": torch.zeros(2000), "b": torch.zeros(SIZE - 2000), "loss": torch.zeros(())})
     run = Simulation(
         step,
         torch.zeros(SIZE),
@@ -71,7 +72,7 @@ def test_rounds_are_those_of_a_loop(codec):
     torch.testing.assert_close(run.state, x, rtol=0, atol=1e-5)
     rows = store.rows(range(POPULATION))
     torch.testing.assert_close(torch.cat([rows["a"], rows["b"]], 1), kept, rtol=0, atol=1e-5)
-    assert kept.any(1).sum() > COHORT
+    assert kept.any(1).sum() > COHORT and not rows["loss"].any()
 
 
 def on_ranks(rank, world_size, split):
@@ -92,13 +93,14 @@ def test_on_ranks(pools, split):
 
 @fast_in("codec", ["topk:k=8"], ["topk:k=8", "minmax_uint8"])
 def test_a_simulation_is_what_clients_somewhere_else_do(codec):
-    """They differ by the rounding of float32 in the sums."""
+    """They differ by the rounding of float32 in the sums; a loss, which is a number, travels as it is."""
     run, _ = simulation(codec, cohort=POPULATION, availability=Availability())
 
     @federated.program(clients=POPULATION)
     def change(x, y):
         values = federated.map_fn(lambda x, y: y - x, (federated.broadcast(x), y))
-        return federated.reduce_mean({"a": values[:, :2000], "b": values[:, 2000:]})
+        parts = {"a": values[:, :2000], "b": values[:, 2000:], "loss": values.square().mean(1)}
+        return federated.reduce_mean(parts)
 
     x = torch.zeros(SIZE)
     graph = federated.trace(change, x, ROWS)
@@ -108,9 +110,10 @@ def test_a_simulation_is_what_clients_somewhere_else_do(codec):
         x = x + 0.5 * torch.cat([mean["a"], mean["b"]])
         (figures,) = run.run(number + 1)
         torch.testing.assert_close(run.state, x, rtol=0, atol=1e-5)
+        assert figures["loss"] == pytest.approx(float(mean["loss"]), abs=1e-4)
     wire = bagua.codecs.get(codec).wire_bytes(SIZE, torch.float32)
-    assert figures["bytes_up"] == wire + 4  # with the weight
-    assert wire < platform.bytes_up < wire + 200
+    assert figures["bytes_up"] == wire + 8  # with the loss and the weight
+    assert wire < platform.bytes_up < wire + 250
 
 
 def test_halves_keep_what_their_rounding_loses():
