@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -53,7 +52,7 @@ def command(name, *arguments):
 
 @contextlib.contextmanager
 def processes(environment, folder):
-    """Starts commands in sessions of their own, and ends all that is in them."""
+    """Starts commands in sessions of their own, and ends them; yields how, and the processes by name."""
     started = {}
 
     def start(name, *arguments):
@@ -64,7 +63,7 @@ def processes(environment, folder):
         return started[name]
 
     try:
-        yield start
+        yield start, started
     finally:
         for process in started.values():
             with contextlib.suppress(ProcessLookupError):
@@ -72,8 +71,19 @@ def processes(environment, folder):
             process.wait()
 
 
+def left_in(sessions):
+    """Returns the commands of processes that are alive in these sessions."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, _, session, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(session) in sessions and state != "Z":
+                found.append((process / "cmdline").read_text())
+    return found
+
+
 def run(folder):
-    """Returns what the app's server found: with all clients, and without the one that was killed."""
+    """Returns what the app's server found, with all clients and without the one that was killed, and the sessions."""
     ports = [free_port() for _ in range(1 + fedavg.NUM_CLIENTS)]
     for name, text in {
         "app/pyproject.toml": PROJECT,
@@ -99,7 +109,7 @@ def run(folder):
             assert not ended and time.monotonic() < deadline, "\n".join([f"ended: {ended}", *map(str, logs.items())])
             time.sleep(0.2)
 
-    with processes(environment, folder) as start:
+    with processes(environment, folder) as (start, started):
         link = start(
             "superlink",
             *command("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", ports[0]),
@@ -113,7 +123,8 @@ def run(folder):
         wait_for(lambda: "startup complete" in (folder / "superlink.log").read_text(), link)
         start("run", *command("flwr", "run", folder / "app", "here", "--stream"))
         wait_for((folder / "found").exists, link)
-    return torch.load(folder / "found"), ports
+        assert left_in({link.pid})
+    return torch.load(folder / "found"), {process.pid for process in started.values()}
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +156,12 @@ def test_a_deployment_gives_the_same_bits_and_bytes(deployed):
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 @pytest.mark.needs("flwr", "Crypto")
 def test_a_run_survives_a_supernode_that_is_killed(deployed):
-    (_, without_one), ports = deployed
+    (_, without_one), sessions = deployed
     fedavg.check_against_a_loop(without_one["total"], {0, 1, 2, 3} - {flower_app.KILLED})
     assert [len(one) for one in without_one["up"]] == [4] * flower_app.KILLED_BEFORE + [3, 3]
     # Flower has missed its heartbeats, long before the exchange's timeout.
     assert max(without_one["seconds"]) < flower_app.TIMEOUT_SECONDS
-    for port in ports:  # nothing is left
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+    deadline = time.monotonic() + 10
+    while (left := left_in(sessions)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
