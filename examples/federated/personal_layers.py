@@ -85,6 +85,8 @@ def main() -> None:
         resumed = Simulation(step, body, clients=ClientStore(heads, folder / "rows"), **job)
         resumed.load(folder / "run")
         found["personal"] += resumed.run(args.rounds)
+        if bagua.is_initialized():
+            bagua.barrier()  # rank 0 deletes the folder, in which the other ranks still commit their rows
         last = max(1, args.rounds // 4)
         values = {name: sum(one["accuracy"] for one in figures[-last:]) / last for name, figures in found.items()}
         for name, value in values.items():
