@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from typing import Any
 
@@ -370,11 +371,15 @@ class _Accounting:
             sampled = self.library.PoissonSampledDpEvent(self.cohort.rate, gaussian)
         else:
             sampled = self.library.SampledWithoutReplacementDpEvent(self.population, self.cohort, gaussian)
-        found = []
-        for event, event_orders in ((gaussian, self._unsampled_orders), (sampled, orders)):
-            with contextlib.suppress(ValueError, OverflowError):
-                accountant = self.new(event_orders).compose(event)
-                found.append((accountant.orders, accountant.rdp))
+        found, log = [], logging.getLogger("absl")
+        log.addFilter(_is_not_of_one_order)
+        try:
+            for event, event_orders in ((gaussian, self._unsampled_orders), (sampled, orders)):
+                with contextlib.suppress(ValueError, OverflowError):
+                    accountant = self.new(event_orders).compose(event)
+                    found.append((accountant.orders, accountant.rdp))
+        finally:
+            log.removeFilter(_is_not_of_one_order)
         return found
 
     def epsilon(self, of_a_round: list[tuple[Any, Any]], rounds: int, delta: float) -> tuple[float, float]:
@@ -385,6 +390,11 @@ class _Accounting:
                 epsilon, order = self.to_epsilon(orders, rounds * divergences, delta)
                 found.append((float(epsilon), float(order)))
         return min((one for one in found if not math.isnan(one[0])), default=(math.inf, math.nan))
+
+
+def _is_not_of_one_order(record: logging.LogRecord) -> bool:
+    """Returns False for the warning that one of the small orders has no divergence, which is usual at high rates."""
+    return not record.getMessage().startswith("_compute_log_a_frac failed to converge")
 
 
 def _check_accounting(rounds: int, cohort: int | sampling.Poisson, population: int, delta: float) -> None:

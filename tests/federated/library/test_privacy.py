@@ -237,7 +237,18 @@ def test_epsilon_of_poisson_cohorts_is_no_less_than_that_of_the_exact_mechanism(
 
 
 @pytest.mark.needs("dp_accounting")
-def test_rounds_of_poisson_cohorts_with_a_budget_add_noise_also_where_nobody_is_drawn():
+def test_orders_without_a_divergence_are_no_warnings(caplog):
+    accounting = privacy._Accounting(sampling.Poisson(0.1), 1000)
+    *_, (_, divergences) = accounting.divergences(1.0)
+    assert not caplog.records and (divergences == math.inf).any()
+    accounting.new().compose(
+        accounting.library.PoissonSampledDpEvent(0.1, accounting.library.GaussianDpEvent(1.0))
+    )  # of the library alone
+    assert caplog.records and all("failed to converge" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.needs("dp_accounting")
+def test_rounds_of_poisson_cohorts_with_a_budget_add_noise_also_where_nobody_is_drawn(tmp_path):
     """A round left out would say that nobody was drawn."""
     cohort, population, rounds = sampling.Poisson(rate=0.1), 10, 12
     mean = PrivateMean(noise_multiplier=2.0, clip=1.0, seed=3, denominator=population * cohort.rate)
