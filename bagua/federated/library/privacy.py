@@ -275,7 +275,11 @@ class Budget:
 def epsilon(
     *, noise_multiplier: float, rounds: int, cohort: int | sampling.Poisson, population: int, delta: float
 ) -> float:
-    """The epsilon that ``rounds``, at least 1, spend in all: ``Budget(...).spent(rounds)``."""
+    """The epsilon that ``rounds``, at least 1, spend in all: ``Budget(...).spent(rounds)``.
+
+    All rounds are to add their noise, those of a Poisson cohort in which nobody is drawn too: they do so in a
+    ``Simulation`` that is given the ``Budget``.
+    """
     _check_accounting(rounds, cohort, population, delta)
     budget = Budget(noise_multiplier=noise_multiplier, cohort=cohort, population=population, delta=delta)
     return budget.spent(rounds)

@@ -433,9 +433,9 @@ class Simulation:
 
         Raises:
             InvalidArgument: on all ranks: the file is no checkpoint, or that of a simulation with another seed,
-                population, cohort or availability, or its clients' rows are missing, or its state has another
-                structure, or began with tensors of other shapes or dtypes. On the others, where rank 0 cannot read it:
-                it raises what the system says.
+                population, cohort or availability, or, with Poisson cohorts and a budget, one whose rounds had none, or
+                its clients' rows are missing, or its state has another structure, or began with tensors of other
+                shapes or dtypes. On the others, where rank 0 cannot read it: it raises what the system says.
         """
 
         self._check_kept()
@@ -486,6 +486,11 @@ class Simulation:
             if filed_rows != rows:
                 raise InvalidArgument(f"the checkpoint {path} has of clients {filed_rows}, expected {rows}")
             noise = content.get("noise_multiplier")
+            if self._runs_for_nobody and noise is None and content["round"]:
+                raise InvalidArgument(
+                    f"the checkpoint {path} is of {content['round']} rounds of Poisson cohorts without a budget, of "
+                    "which those without clients added no noise: begin anew with the budget"
+                )
             if self._budget is not None and noise not in (None, self._budget.noise_multiplier):
                 raise InvalidArgument(
                     f"the checkpoint {path} is of rounds with noise_multiplier={noise}, expected "

@@ -273,8 +273,15 @@ def test_rounds_of_poisson_cohorts_with_a_budget_add_noise_also_where_nobody_is_
     torch.testing.assert_close(run.state["model"], sum(noise) + sum(drawn))
     assert figures[-1]["epsilon"] == budget.spent(rounds)
     sizes.clear()
-    simulation(None).run(rounds)
+    unaccounted = simulation(None)
+    unaccounted.save(tmp_path / "before")
+    unaccounted.run(rounds, checkpoint=tmp_path / "after", every=rounds)
     assert sizes == [number for number in drawn if number]
+    again = simulation(budget)
+    again.load(tmp_path / "before")
+    with pytest.raises(InvalidArgument, match="of 12 rounds of Poisson cohorts without a budget"):
+        again.load(tmp_path / "after")
+    assert again.round == 0
 
 
 @pytest.mark.needs("dp_accounting")
