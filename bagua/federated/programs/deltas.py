@@ -71,8 +71,12 @@ class Deltas:
 
         All ranks compute it alike: what codecs draw that round at random is from torch's generator, which a
         ``Simulation`` seeds. A message is of use to clients that got the one before: where not all of them did, the
-        values are sent as they are. Those that drop out do so after they have got it. ``federated.record`` counts the
-        messages in place of what is broadcast.
+        values are sent as they are. A client that drops out does so after it has got the message; on a platform it may
+        have missed it. ``federated.record`` counts the messages in place of what is broadcast.
+
+        Not with Poisson cohorts and a ``privacy.Budget``: the clients that were drawn decide whether all train from
+        the exact values or from those of a message, so a client changes what the others send, for which the budget does
+        not account.
 
         Args:
             value: a pytree of tensors of the server.
