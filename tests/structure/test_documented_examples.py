@@ -183,6 +183,7 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.needs("dp_accounting")
 @pytest.mark.parametrize("page", FEDERATED[:2])
 def test_the_examples_of_federated_programs(one_thread, page):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

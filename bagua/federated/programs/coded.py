@@ -26,7 +26,7 @@ class Coded:
     """A coding of what clients send to ``run_on``, by one of our codecs, without masks.
 
     Each client adds to its values what its last message at this place of this graph has lost, and keeps what the new
-    one loses; see ``Client``. A run that ends with an error has lost what was sent in it.
+    one loses; see ``Client``. If a run ends with an error, what clients have sent in it is lost.
 
     Args:
         codec: its name with options, such as "minmax_uint8" or "topk:k=8"; see bagua.codecs.
