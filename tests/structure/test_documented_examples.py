@@ -210,7 +210,9 @@ def run_the_tutorial(rank, world_size, text):
 
 
 @pytest.mark.needs("dp_accounting", "sklearn")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_the_tutorial_prints_what_it_shows"))]
+)
 def test_the_tutorial_prints_what_it_shows(pool2, one_thread, monkeypatch, world_size):
     """One process without a launcher, and two ranks; numbers with a point may differ by two hundredths."""
     text = (ROOT / "docs" / FEDERATED[2]).read_text()
