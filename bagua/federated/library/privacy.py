@@ -277,8 +277,8 @@ def epsilon(
 ) -> float:
     """The epsilon that ``rounds``, at least 1, spend in all: ``Budget(...).spent(rounds)``.
 
-    All rounds are to add their noise, those of a Poisson cohort in which nobody is drawn too: they do so in a
-    ``Simulation`` that is given the ``Budget``.
+    All rounds are to add their noise, those of a Poisson cohort without clients too: they do so in a ``Simulation``
+    that is given the ``Budget``.
     """
     _check_accounting(rounds, cohort, population, delta)
     budget = Budget(noise_multiplier=noise_multiplier, cohort=cohort, population=population, delta=delta)
