@@ -324,7 +324,8 @@ class Graph:
             (node.verb, target(node), token(node.args), token(list(node.kwargs.items())), node.randomness)
             for node in self.nodes
         )
-        return tuple(map(str, self.inputs)), nodes, token(self.outputs), tuple(self.placements.items())
+        structures = self.structures if self.code else None  # in which code gets its leaves
+        return tuple(map(str, self.inputs)), nodes, token(self.outputs), tuple(self.placements.items()), structures
 
     # ---- for readers
 

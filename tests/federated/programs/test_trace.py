@@ -228,6 +228,27 @@ def test_models_of_modules(name):
         torch.testing.assert_close(found, expected)
 
 
+def test_code_of_leaves_in_another_order_is_another_function():
+    """Two maps of one function whose dictionaries have their keys in two orders, and so their leaves."""
+
+    def client(values):
+        return values["a"] - values["b"]
+
+    @federated.program(clients=3)
+    def differences(a, b):
+        trees = {"a": a, "b": b}, {"b": b, "a": a}
+        return [federated.reduce_sum(federated.map_fn(client, (tree,), vectorize=False)) for tree in trees]
+
+    a, b = Y + 1, Y * Y
+    expected = sum(one - other for one, other in zip(a, b, strict=True))
+    graph = federated.trace(differences, a, b)
+    loaded = from_bytes(to_bytes(graph))
+    loaded.install({"client": client})
+    clients = [federated.Client({"client": client}, a=one, b=other) for one, other in zip(a, b, strict=True)]
+    for found in (graph(a, b), loaded(a, b), federated.run_on(federated.IsolatedClients(clients), graph)):
+        torch.testing.assert_close(found, [expected, expected])
+
+
 @pytest.mark.slow("test_a_graph_is_the_program")
 @pytest.mark.parametrize("make", [torch.nn.GRU, torch.nn.LSTM])
 def test_recurrent_networks_are_taken_apart(make):
