@@ -67,7 +67,8 @@ class NodePlatform(Platform):
 
         Raises:
             BaguaError: too few are left after clients have failed at nodes, which are named; with the error of one.
-            DeadlineExceeded: too few are left after nodes, which are named, did not reply within the timeout.
+            DeadlineExceeded: too few are left after nodes did not reply within the timeout, though those whose clients
+                have failed would have left enough; all are named.
         """
         number, self._exchanges = self._exchanges, self._exchanges + 1
         replies, errors = self._send(request, number, self._left, self._enough)
@@ -76,15 +77,16 @@ class NodePlatform(Platform):
         if len(replies) < self._enough:
             if self._enough < len(self.nodes):
                 where += f", of which {self._enough} are needed and {len(self._left)} were left"
-            if errors:
+            if len(self._left) - len(errors) < self._enough:
                 node = next(iter(errors))
                 raise BaguaError(
                     f"the client on node {', '.join(map(str, errors))} of {self.framework} failed {where}; "
                     f"node {node}, {errors[node]}"
                 )
+            failed = "".join(f"; the client on node {node} failed, {text}" for node, text in errors.items())
             raise DeadlineExceeded(
                 f"node {', '.join(map(str, missing))} of {self.framework} did not reply {where}, within "
-                f"{self._timeout:g} s: is its {self.at_a_node} running?"
+                f"{self._timeout:g} s: is its {self.at_a_node} running?{failed}"
             )
         for node in (*errors, *missing):
             reason = errors.get(node, f"no reply within {self._timeout:g} s")

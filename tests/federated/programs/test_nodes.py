@@ -79,6 +79,13 @@ def test_nodes_drop_out_for_the_rest_of_a_run(exchange, caplog):
             "node c of Test failed in exchange 0 of 7 clients; node c, b",
         ),
         (
+            {"a": (0, LATE), "b": (0, LATE), "g": (0, FAILS)},
+            {"threshold": THRESHOLD},
+            DeadlineExceeded,
+            "node a, b of Test did not reply in exchange 0 of 7 clients, of which 5 are needed and 7 were left, within "
+            "0.01 s: is its process running?; the client on node g failed, broken since 0",
+        ),
+        (
             {"a": (0, LATE), "b": (1, FAILS), "f": (2, LATE), "g": (2, LATE)},
             {"threshold": THRESHOLD},
             DeadlineExceeded,
