@@ -36,7 +36,7 @@ class Deltas:
         codec: its name with options, such as "topk:k=64"; see bagua.codecs.
 
     Raises:
-        InvalidArgument: no such codec.
+        InvalidArgument: no such codec, or one with which what the clients have would grow away from what is sent.
 
     Example:
         >>> import torch
@@ -56,7 +56,7 @@ class Deltas:
     """
 
     def __init__(self, codec: str) -> None:
-        codecs.get(codec)
+        codecs.get(codec).check_error_feedback(True)  # a change has in it what the messages before it have lost
         self.codec = codec
         self._run: bytes | None = None  # the session in which the clients got what they have
         self._values: dict[str, torch.Tensor] = {}  # float32, by name

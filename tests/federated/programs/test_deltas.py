@@ -209,6 +209,7 @@ def test_a_client_does_not_compute_from_another_base():
     "make, message",
     [
         (lambda: Deltas("zip"), "unknown codec 'zip'"),
+        (lambda: Deltas("qsgd:bits=2"), "'qsgd:bits=2' with error_feedback=True diverges"),
         (lambda: federated.cost_of(GRAPH, deltas=Deltas("bf16")), "give the coding, too"),
         (lambda: send(XS[:1].double()), r"torch.float64 of shape \[2500\] by the codec 'fp16'"),
         (lambda: send(XS[:1], XS[1] * float("inf")), "sent as a change by the codec 'fp16' is not finite"),
