@@ -180,7 +180,7 @@ def run_on(
 class _All:
     """Sums over all clients, each of which answers every request."""
 
-    def __init__(self, platform: Platform, size: int, session: bytes, coding: FixedPoint) -> None:
+    def __init__(self, platform: Platform, size: int, session: bytes, coding: Any) -> None:
         self._platform, self._size, self._session, self._coding = platform, size, session, coding
         self._keys: list[Any] = []
 
@@ -202,7 +202,7 @@ class _All:
 class _AnyOf(_All):
     """Sums over those that are left of the clients: see dropouts.py."""
 
-    def __init__(self, platform: Platform, size: int, session: bytes, coding: FixedPoint, threshold: int) -> None:
+    def __init__(self, platform: Platform, size: int, session: bytes, coding: Any, threshold: int) -> None:
         super().__init__(platform, size, session, coding)
         self._threshold, self._alive = threshold, list(range(size))
         self._boxes: dict[int, list[bytes]] = {}
@@ -266,8 +266,8 @@ class _InTheClear(_AnyOf):
         is_number = isinstance(threshold, int) and not isinstance(threshold, bool)
         if threshold is not None and not (is_number and 1 <= threshold <= size):
             raise InvalidArgument(f"threshold={threshold!r} for {size} clients, expected 1 to all of them")
-        super().__init__(platform, size, session, FixedPoint(), threshold or size)
-        self._codec, self._may_drop_out = coding, threshold is not None
+        super().__init__(platform, size, session, coding, threshold or size)
+        self._may_drop_out = threshold is not None
         self._reductions = [[node.args for node in one.up] for one in rounds]
         for reductions in self._reductions:
             coding.messages_of(reductions)  # raises for dtypes that the codec does not encode
@@ -286,7 +286,7 @@ class _InTheClear(_AnyOf):
         if self._may_drop_out:
             request["alive"] = self._alive
         found = self._ask(request, "coded", f"round {number}")
-        return coded.add_up(self._codec, found, self._reductions[number], likes), len(found)
+        return coded.add_up(self._coding, found, self._reductions[number], likes), len(found)
 
 
 def _exchanged(platform: Platform, request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn
 
 @dataclass(frozen=True)
 class Cost:
-    """Returns what a graph sends, to and from each client.
+    """The rounds of a graph, and their bytes to and from each client.
 
     Attributes:
         rounds: exchanges one after the other.

@@ -100,11 +100,8 @@ def count(*, down: int = 0, up: int | Fraction = 0) -> None:
 
 def sent_as(dtypes: Sequence[torch.dtype], values: Sequence[torch.Tensor]) -> list[int]:
     """Returns the option of an operator on values that clients have in these dtypes: it says how many bytes count."""
-    sizes = {(dtype.itemsize, value.dtype.itemsize) for dtype, value in zip(dtypes, values, strict=True)}
-    if all(own == held for own, held in sizes):
+    if all(dtype.itemsize == value.dtype.itemsize for dtype, value in zip(dtypes, values, strict=True)):
         return []
-    if len(sizes) == 1:
-        return list(*sizes)
     numels = [value.numel() for value in values]
     return [
         sum(numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)),
