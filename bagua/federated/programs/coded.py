@@ -178,6 +178,7 @@ class Sender:
         for position, message in enumerate(self.coding.messages_of(reductions)):
             if not message.is_coded:
                 sent.append(values[message.indices[0]].detach().cpu())
+                self._check_finite(sent[-1])
                 continue
             value = torch.cat([values[index].detach().reshape(-1).cpu() for index in message.indices])
             where = f"{place} {position}"
@@ -189,14 +190,17 @@ class Sender:
             key = None if seed is None else codec.with_seed(seed, number, position, self.index).seed
             encoded = codec.encode(rounded, key=key)
             decoded = codec.decode(encoded, rounded.numel(), rounded.dtype)
-            if not decoded.isfinite().all():
-                raise InvalidArgument(
-                    f"a client's value is not finite, or is not in the range of the codec {self.coding.codec!r}"
-                )
+            self._check_finite(decoded)
             if self.coding.error_feedback:
                 residuals[where] = wide - decoded
             sent.append(encoded)
         return sent
+
+    def _check_finite(self, value: torch.Tensor) -> None:
+        if not value.isfinite().all():
+            raise InvalidArgument(
+                f"a client's value is not finite, or is not in the range of the codec {self.coding.codec!r}"
+            )
 
 
 def add_up(
@@ -210,7 +214,7 @@ def add_up(
         likes: tensors of the shapes and dtypes of the sums.
 
     Raises:
-        InvalidArgument: a client sent something else.
+        InvalidArgument: a client sent something else, or values that are not finite.
     """
     codec, values = codecs.get(coding.codec), [value for reduction in reductions for value in reduction]
     expected = coding.messages_of(reductions)
@@ -223,11 +227,12 @@ def add_up(
                 f"client {client} sent {got} for a sum, expected {[(one.shape, one.dtype) for one in expected]}"
             )
         for message, tensor in zip(expected, tensors, strict=True):
-            if not message.is_coded:
-                totals[message.indices[0]] += tensor
-                continue
             numels = [totals[index].numel() for index in message.indices]
-            decoded = codec.decode(tensor, sum(numels), values[message.indices[0]].dtype)
+            decoded = tensor.reshape(-1)
+            if message.is_coded:
+                decoded = codec.decode(tensor, sum(numels), values[message.indices[0]].dtype)
+            if not decoded.isfinite().all():
+                raise InvalidArgument(f"client {client} sent values for a sum that are not finite, so there is no sum")
             for index, part in zip(message.indices, decoded.split(numels), strict=True):
                 totals[index] += part.reshape(totals[index].shape)
     return [total.to(like.dtype) for total, like in zip(totals, likes, strict=True)]

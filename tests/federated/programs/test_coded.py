@@ -227,6 +227,7 @@ def test_a_client_that_comes_back_is_not_in_the_run():
         (lambda: Coded("qsgd", seed=-1), "seed -1 is not an integer from 0"),
         (lambda: run(ROWS.double(), "bf16"), r"torch.float64 of shape \[3000\] by the codec 'bf16', expected one of"),
         (lambda: run(ROWS * float("nan"), "topk"), "a client's value is not finite, or is not in the range of"),
+        (lambda: run(torch.tensor([1.0, float("nan")]), "topk"), "a client's value is not finite"),
         (lambda: run(ROWS * 1e6, "fp16"), "not in the range of the codec 'fp16'"),
         (lambda: run(ROWS, "bf16", threshold=4), "threshold=4 for 3 clients, expected 1 to all of them"),
         (lambda: run(ROWS, "bf16", threshold=0), "threshold=0 for 3 clients"),
@@ -243,11 +244,18 @@ def run(rows, codec, **options):
     return federated.run_on(clients_of(rows), graph, coding=Coded(codec), **options)
 
 
+def changed_to(reply, dtype, number):
+    """Fills its tensors of this dtype with a number: of uint8, the codec's messages; of float32, the loss."""
+    return reply | {"coded": [torch.full_like(x, number) if x.dtype is dtype else x for x in reply["coded"]]}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda reply: {**reply, "coded": reply["coded"][:1]}, "client 1 sent .* for a sum, expected"),
         (lambda reply: {**reply, "coded": [x[:-1] if x.dim() else x for x in reply["coded"]]}, "client 1 sent"),
+        (lambda reply: changed_to(reply, torch.uint8, 255), "client 1 sent values for a sum that are not finite"),
+        (lambda reply: changed_to(reply, torch.float32, float("nan")), "client 1 sent values .* not finite"),
         (lambda reply: {**reply, "coded": 3}, r"client 1 sent \['int'\]"),
         (lambda reply: {**reply, "index": 0}, "2 of 3 clients are left after round 0, of which 3 are needed; gone: 1"),
     ],
