@@ -157,7 +157,6 @@ class Sender:
         values: Sequence[torch.Tensor],
         sizes: Sequence[int],
         number: int,
-        place: str,
         residuals: MutableMapping[str, torch.Tensor],
     ) -> list[torch.Tensor]:
         """Returns the messages of a round, on the CPU.
@@ -166,8 +165,7 @@ class Sender:
             values: of all reductions, one after the other.
             sizes: how many of them each reduction has.
             number: of the round.
-            place: of the round among all of this client.
-            residuals: float32, by place and message: read and written.
+            residuals: float32, by round and message: read and written.
 
         Raises:
             InvalidArgument: a value is not finite, or its code is not.
@@ -181,7 +179,7 @@ class Sender:
                 self._check_finite(sent[-1])
                 continue
             value = torch.cat([values[index].detach().reshape(-1).cpu() for index in message.indices])
-            where = f"{place} {position}"
+            where = f"{number} {position}"
             wide = widened(value)
             if self.coding.error_feedback and where in residuals:
                 wide = wide + residuals[where]

@@ -383,7 +383,7 @@ class Client:
         self._functions = functions or {}
         self._data = data
         self._graph: Graph | None = None
-        self._residuals: dict[str, torch.Tensor] = {}  # by graph, round and message
+        self._residuals: dict[str, dict[str, torch.Tensor]] = {}  # of one program, by round and message
         self._received = Receiving()
 
     def state(self) -> bytes:
@@ -502,6 +502,10 @@ class Client:
         num_sent = sum(value.placement == SERVER for value in graph.inputs)
         if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
             raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} does not have")
+        inputs, outputs = [f"{value.name}: {value}" for value in graph.inputs], list(map(str, graph.outputs))
+        operators = [node.target for one in (graph, *graph.functions.values()) for node in one.nodes]
+        program = repr((graph.name, inputs, operators, outputs, [turn.outputs for turn in turns]))
+        self._program = hashlib.sha256(program.encode()).hexdigest()
         self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
         self._session, self._next, self._deltas = run["session"], 0, run.get("deltas")
         self._known: dict[Value, torch.Tensor] = dict(self._own_values())
@@ -541,8 +545,11 @@ class Client:
         parts = [self._known[value][0] for value in graph.outputs[outputs:][: sum(turn.outputs)]]
         side = self._sum
         if isinstance(side, coded.Sender):
-            place = f"{hashlib.sha256(self._graph_bytes).hexdigest()[:16]} {number}"
-            return messages.in_the_clear(side.encode(parts, turn.outputs, number, place, self._residuals), side.index)
+            residuals = self._residuals.get(self._program, {})
+            encoded = side.encode(parts, turn.outputs, number, residuals)
+            if residuals:
+                self._residuals = {self._program: residuals}
+            return messages.in_the_clear(encoded, side.index)
         if isinstance(side, dropouts.Member):
             return messages.masked(side.mask(parts, number, message["alive"]), side.coding, side.index)
         return messages.masked(side.mask(parts, number), side.coding, side.index)

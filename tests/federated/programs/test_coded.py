@@ -95,15 +95,25 @@ def test_three_runs_are_those_of_a_loop(make, codec, feedback):
     assert torch.equal(found[0][0]["a"], found[1][0]["a"]) is not feedback
 
 
-def test_what_is_lost_is_of_one_graph():
-    """Another program in between changes nothing, nor does one that is sent in fixed point."""
-    other = federated.trace(federated.program(lambda y: federated.reduce_mean(y * y), clients=NUM_CLIENTS), ROWS)
-    platform, kept = clients_of(ROWS), [{} for _ in ROWS]
-    for _ in range(2):
-        found = federated.run_on(platform, GRAPH, coding=Coded("topk"), x=X)
-        torch.testing.assert_close(found, in_a_loop(X, ROWS, kept, bagua.codecs.get("topk")), rtol=0, atol=0)
-        federated.run_on(platform, other, coding=Coded("topk"))
-        federated.run_on(platform, GRAPH, x=X)
+def test_what_is_lost_is_of_one_program():
+    """Another learning rate leaves it, and so do programs that send numbers, or are masked; others replace it."""
+    coding, codec = Coded("topk:k=8"), bagua.codecs.get("topk:k=8")
+    numbers = federated.trace(federated.program(lambda y: federated.reduce_sum(y.sum(1)), clients=NUM_CLIENTS), ROWS)
+    same_shapes = federated.trace(federated.program(lambda y: federated.reduce_sum(y.exp()), clients=NUM_CLIENTS), ROWS)
+    platform = clients_of(ROWS)
+    sizes = []
+    for other in (same_shapes, GRAPH):
+        kept = [{} for _ in ROWS]
+        for rate in (0.5, 0.3, 0.1):
+            scaled = federated.program(lambda y, rate=rate: federated.reduce_sum(y * rate), clients=NUM_CLIENTS)
+            found = federated.run_on(platform, federated.trace(scaled, ROWS), coding=coding)
+            expected = sum(through(codec, y * rate, kept[i], "y").double() for i, y in enumerate(ROWS)).float()
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            federated.run_on(platform, numbers, coding=coding)
+            federated.run_on(platform, GRAPH, x=X)
+        sizes.append(len(platform.clients[0].state()))
+        federated.run_on(platform, other, coding=coding, **({"x": X} if other is GRAPH else {}))
+    assert sizes[0] == sizes[1] < 2 * ROWS[0].nbytes
 
 
 def test_codecs_at_random_draw_from_the_seed():
