@@ -96,8 +96,11 @@ class FlowerPlatform(NodePlatform):
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 if reply.has_error():
                     errors[node] = f"code {reply.error.code}: {reply.error.reason}"
-                else:
+                    continue
+                try:
                     replies[node] = _bytes(reply.content)
+                except (LookupError, AttributeError):
+                    errors[node] = "a reply that client_app does not make"
             if time.monotonic() >= deadline:
                 break
             if waiting:

@@ -75,7 +75,7 @@ class NVFlarePlatform(NodePlatform):
 
         def take(client_task: ClientTask, fl_ctx: FLContext) -> None:
             result = client_task.result
-            if result.get_return_code() == ReturnCode.OK:
+            if result.get_return_code() == ReturnCode.OK and _BYTES in result:
                 replies[client_task.client.name] = result[_BYTES]
             else:
                 errors[client_task.client.name] = f"{result.get_return_code()}: {result.get(_ERROR, 'see its log')}"

@@ -101,7 +101,7 @@ def test_errors_name_the_nodes(simulated):
     assert "3 nodes of Flower for 2 clients" in str(simulated["many"])
 
 
-LATE, FAILS, UNREACHABLE, UNKNOWN = "late", "fails", "unreachable", "unknown"
+LATE, FAILS, UNREACHABLE, UNKNOWN, EMPTY = "late", "fails", "unreachable", "unknown", "empty"
 
 
 class Grid:
@@ -139,12 +139,14 @@ class Grid:
         return [self.replies.pop(one) for one in ids if one in self.replies]
 
     def _reply(self, message, node, how):
-        from flwr.app import Error, Message
+        from flwr.app import Error, Message, RecordDict
 
         if how is None:
             return self.app(message, self.contexts[node])
         if how is FAILS:
             return Message(Error(2, "ValueError"), reply_to=message)
+        if how is EMPTY:
+            return Message(RecordDict(), reply_to=message)
         if how is UNREACHABLE:
             reply = Message(Error(5, "Node Unavailable"), reply_to=message)
             reply.metadata.__dict__["_src_node_id"] = 1  # The SuperLink answers for it.
@@ -194,6 +196,11 @@ def test_nodes_drop_out_at_every_point(lost_by, exchange, ways):
         (FAILS, BaguaError, "the client on node 101 of Flower failed {}; node 101, code 2: ValueError"),
         (UNREACHABLE, BaguaError, "the client on node 101 of Flower failed {}; node 101, code 5: Node Unavailable"),
         (UNKNOWN, BaguaError, "the client on node 101 of Flower failed {}; node 101, not sent"),
+        (
+            EMPTY,
+            BaguaError,
+            "the client on node 101 of Flower failed {}; node 101, a reply that client_app does not make",
+        ),
     ],
 )
 def test_a_run_that_needs_the_node_ends_with_an_error_that_names_it(lost_by, how, error, reason):

@@ -106,6 +106,15 @@ def test_other_errors_are_said_by_their_types_only():
         federated.run_on(job.platform, test_dropouts.GRAPH, x=test_dropouts.X)
 
 
+def test_a_result_that_no_executor_of_ours_makes_names_its_client():
+    from nvflare.apis.shareable import Shareable
+
+    job = Job({})
+    job.sites["site-4"].execute = lambda *_: Shareable({})
+    with pytest.raises(BaguaError, match="node site-4, OK: see its log"):
+        federated.run_on(job.platform, test_dropouts.GRAPH, x=test_dropouts.X)
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """What the job's server found."""

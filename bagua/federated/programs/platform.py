@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 from bagua.federated.programs import coded, dropouts, messages, secure_sum
 from bagua.federated.programs.coded import Coded
 from bagua.federated.programs.deltas import Deltas, Receiving, Sending
@@ -397,7 +397,7 @@ class Client:
             return self._written(None)
         _, done, sent = counts_of(self._turns[: self._next])
         needed = {value for node in self._graph.nodes[done:] for value in node.inputs} | set(self._graph.outputs[sent:])
-        needed -= set(self._own_values())
+        needed -= set(self._own_values(self._graph))
         run = {
             "graph": self._graph_bytes,
             "turns": list(map(tuple, self._turns)),
@@ -451,34 +451,44 @@ class Client:
         """The reply to a request of run_on.
 
         Raises:
-            InvalidArgument: it comes out of turn, the graph needs data that this client does not have, there are fewer
-                than two clients, a value is out of the range of a sum, or the graph cannot be computed on the data.
-                Platforms may tell the server what an error says, so it has no value; what raised it is its cause.
+            InvalidArgument: it is none that run_on sends, comes out of turn, the graph
+                needs data that this client does not have, there are fewer than two clients, a value is out of the range
+                of a sum, or the graph cannot be computed on the data. Platforms may tell the server what an error says,
+                so it has no value; what raised it is its cause.
         """
-        message = messages.read(request)
+        try:
+            return messages.write(self._reply(messages.read(request)))
+        except BaguaError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+            raise InvalidArgument(
+                f"a message that run_on does not send: it raised {type(error).__name__}, this error's cause"
+            ) from error
+
+    def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
             raise InvalidArgument(f"a message with {', '.join(map(str, message)) or 'nothing'}: none that run_on sends")
         if message["what"] == "open":
             reply = self._open(message)
             if self._deltas is not None and self._deltas["base"] is not None:
                 reply["has"] = self._deltas["base"] == self._received.run
-            return messages.write(reply)
+            return reply
         if self._graph is None or message["session"] != self._session:
             raise InvalidArgument(f"{message['what']} of another run: a client answers one run at a time")
         side = self._sum
         if isinstance(side, coded.Sender) and message["what"] == "round" and message["number"] == 0:
             side.join(message.get("keys", []))
         if message["what"] == "round" and side.index in message.get("alive", [side.index]):
-            return messages.write(self._round(message))
+            return self._round(message)
         if not isinstance(side, dropouts.Member) and "alive" not in message:
             raise InvalidArgument(f"{message['what']} in a run whose clients must all answer")
         if message["what"] == "share" and isinstance(side, dropouts.Member):
             shares = side.share(message["keys"], self._session)
-            return messages.write(messages.shares(shares, side.index))
+            return messages.shares(shares, side.index)
         if message["what"] == "reveal" and isinstance(side, dropouts.Member) and side.index in message["survivors"]:
             of_clients = side.reveal(message["number"], message["survivors"])
-            return messages.write(messages.revealed(of_clients, side.index))
-        return messages.write({"index": side.index})  # it counts as one that has dropped out
+            return messages.revealed(of_clients, side.index)
+        return {"index": side.index}  # it counts as one that has dropped out
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._begin(message)
@@ -502,19 +512,20 @@ class Client:
         num_sent = sum(value.placement == SERVER for value in graph.inputs)
         if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
             raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} does not have")
+        own = self._own_values(graph)
         inputs, outputs = [f"{value.name}: {value}" for value in graph.inputs], list(map(str, graph.outputs))
         operators = [node.target for one in (graph, *graph.functions.values()) for node in one.nodes]
         program = repr((graph.name, inputs, operators, outputs, [turn.outputs for turn in turns]))
         self._program = hashlib.sha256(program.encode()).hexdigest()
         self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
         self._session, self._next, self._deltas = run["session"], 0, run.get("deltas")
-        self._known: dict[Value, torch.Tensor] = dict(self._own_values())
+        self._known: dict[Value, torch.Tensor] = dict(own)
         self._device = _device_of(self._known)
 
-    def _own_values(self) -> dict[Value, torch.Tensor]:
-        ((where, _),) = self._graph.placements.items()
-        placed = [value for value in self._graph.inputs if value.placement == where]
-        return {value: leaf[None] for value, leaf in _bind(self._graph, placed, self._data, "a client").items()}
+    def _own_values(self, graph: Graph) -> dict[Value, torch.Tensor]:
+        ((where, _),) = graph.placements.items()
+        placed = [value for value in graph.inputs if value.placement == where]
+        return {value: leaf[None] for value, leaf in _bind(graph, placed, self._data, "a client").items()}
 
     def _round(self, message: dict[str, Any]) -> dict[str, Any]:
         graph, number = self._graph, message["number"]

@@ -372,9 +372,10 @@ def test_a_round_is_answered_once():
     ],
 )
 def test_values_are_those_of_the_graph(clients, values, message):
-    graph = graph_of("value")
+    graph, platform = graph_of("value"), clients_of(clients)
     with pytest.raises(InvalidArgument, match=message):
-        federated.run_on(clients_of(clients), graph, **values)
+        federated.run_on(platform, graph, **values)
+    assert platform.clients[0].state() == federated.Client().state()  # of no run
 
 
 def test_what_stays_at_clients_does_not_leave():
@@ -419,6 +420,37 @@ def test_what_is_no_message(make):
     whole = messages.write({"what": "round", "values": [torch.arange(10.0).view(torch.uint8)]})
     with pytest.raises(InvalidArgument, match="no message of run_on"):
         federated.Client(y=Y[0]).answer(make(whole))
+
+
+@pytest.mark.parametrize(
+    "number, change, cause",
+    [
+        (0, {"coding": []}, IndexError),
+        (0, {"coding": ["fp16", 1, 2, 3]}, TypeError),
+        (0, {"turns": [1]}, TypeError),
+        (0, {"deltas": {}}, KeyError),
+        (1, {"deltas": {"codec": "bf16", "at": [0], "base": None}}, KeyError),  # and no base in the round
+        (1, {"keys": 3}, TypeError),
+        (1, {"alive": 3}, TypeError),
+        (1, {"values": [3]}, AttributeError),
+    ],
+)
+def test_what_is_no_request(number, change, cause):
+    """What it raises in Python is its cause, as what the graph raises on a client's data."""
+    platform = clients_of(Y)
+    exchange, numbers = platform.exchange, itertools.count()
+
+    def changed(request):
+        if next(numbers) == number or "deltas" in change:
+            request = messages.write(messages.read(request) | change)
+        return exchange(request)
+
+    platform.exchange = changed
+    with pytest.raises(
+        InvalidArgument, match=f"a message that run_on does not send: it raised {cause.__name__}"
+    ) as found:
+        federated.run_on(platform, graph_of("value"), x=X)
+    assert isinstance(found.value.__cause__, cause) and next(numbers) == number + 1
 
 
 def test_messages_come_back_as_they_were():
