@@ -127,25 +127,31 @@ def server_app(function: Callable[[Platform], Any], clients: int, *, timeout: fl
     return app
 
 
-def client_app(data_of: Callable[[Any], dict[str, Any]], functions: Mapping[str, Callable] | None = None) -> Any:
+def client_app(
+    data_of: Callable[[Any], dict[str, Any]],
+    functions: Mapping[str, Callable] | None = None,
+    *,
+    in_the_clear: bool = False,
+) -> Any:
     """A ClientApp that answers server_app's programs.
 
     Args:
         data_of: of a node's context, its own values by the names of the traced functions' arguments, the same in all
             rounds of a run. Called in every round.
         functions: as of ``federated.Client``, those that programs may call here.
+        in_the_clear: whether it answers runs with ``Coded``, too, in which the server sees what it sends.
 
     Returns:
         flwr.clientapp.ClientApp.
     """
     flwr_app, clientapp, _ = _flwr()
-    app = clientapp.ClientApp()
+    app, make = clientapp.ClientApp(), Client.in_the_clear if in_the_clear else Client
 
     @app.query(_ACTION)
     def answer(message: Any, context: Any) -> Any:
         data = data_of(context)
         is_known = _RECORD in context.state
-        client = Client.restore(_bytes(context.state), functions, **data) if is_known else Client(functions, **data)
+        client = Client.restore(_bytes(context.state), functions, **data) if is_known else make(functions, **data)
         reply = client.answer(_bytes(message.content))
         context.state[_RECORD] = _record(client.state())
         return flwr_app.Message(flwr_app.RecordDict({_RECORD: _record(reply)}), reply_to=message)

@@ -127,9 +127,11 @@ class ClientExecutor(Executor):
 
     Attributes:
         functions: as of ``federated.Client``, those that programs may call here.
+        in_the_clear: whether it answers runs with ``Coded``, too, in which the server sees what it sends.
     """
 
     functions: Mapping[str, Callable] = MappingProxyType({})
+    in_the_clear = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +144,8 @@ class ClientExecutor(Executor):
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         try:
             if self._client is None:
-                self._client = Client(self.functions, **self.data_of(fl_ctx))
+                make = Client.in_the_clear if self.in_the_clear else Client
+                self._client = make(self.functions, **self.data_of(fl_ctx))
             return Shareable({_BYTES: self._client.answer(shareable[_BYTES])})
         except Exception as error:
             self.log_exception(fl_ctx, f"the client failed: {type(error).__name__}")

@@ -53,7 +53,7 @@ def simulated():
         keep("few", flower.FlowerPlatform, grid, 4, timeout=0.2)
         keep("many", flower.FlowerPlatform, grid, 2)
 
-    run_simulation(server, flower.client_app(data_of), 3)
+    run_simulation(server, flower.client_app(data_of, in_the_clear=True), 3)
     return happened
 
 
@@ -82,7 +82,7 @@ def test_flower_gives_what_the_program_gives(simulated, name):
 def test_codecs_and_bytes_are_those_of_isolated_clients(simulated):
     if isinstance(simulated["coded"], Exception):
         raise simulated["coded"]
-    expected = coded_runs(federated.IsolatedClients([federated.Client(y=row) for row in Y]))
+    expected = coded_runs(federated.IsolatedClients([federated.Client.in_the_clear(y=row) for row in Y]))
     assert expected[0][1] != expected[1][1] and not torch.equal(expected[1][0], grad(fax)(X + 1, Y))
     for (gradient, *travelled), (expected_gradient, *expected_bytes) in zip(simulated["coded"], expected, strict=True):
         torch.testing.assert_close(gradient, expected_gradient)
@@ -224,6 +224,13 @@ def test_what_cannot_be_had_is_not_waited_for(lost_by):
     _, platform = lost_by({0: (0, FAILS), 1: (0, UNREACHABLE), 2: (0, UNKNOWN), 4: (0, LATE)}, timeout=3e7)
     with pytest.raises(BaguaError, match="5 are needed and 7 were left"):
         federated.run_on(platform, test_dropouts.GRAPH, threshold=5, x=test_dropouts.X)
+
+
+@pytest.mark.needs("flwr")
+def test_nodes_answer_in_the_clear_only_if_they_say_so(lost_by):
+    _, platform = lost_by({})
+    with pytest.raises(InvalidArgument, match="make it by Client.in_the_clear.* or by in_the_clear=True on Flower"):
+        federated.run_on(platform, test_dropouts.GRAPH, coding=federated.Coded("bf16"), x=test_dropouts.X)
 
 
 def test_without_flwr_it_says_what_to_install(monkeypatch):

@@ -115,6 +115,18 @@ def test_a_result_that_no_executor_of_ours_makes_names_its_client():
         federated.run_on(job.platform, test_dropouts.GRAPH, x=test_dropouts.X)
 
 
+def test_clients_answer_in_the_clear_only_if_they_say_so():
+    coding = federated.Coded("fp16")
+    job = Job({})
+    with pytest.raises(BaguaError, match="node site-0, EXECUTION_EXCEPTION: .* make it by Client.in_the_clear"):
+        federated.run_on(job.platform, test_dropouts.GRAPH, coding=coding, x=test_dropouts.X)
+    job = Job({})
+    for site in job.sites.values():
+        site.in_the_clear = True
+    total, _ = federated.run_on(job.platform, test_dropouts.GRAPH, coding=coding, x=test_dropouts.X)
+    torch.testing.assert_close(total, test_dropouts.in_a_loop(range(7), [0])[0], atol=0.1, rtol=0.01)
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """What the job's server found."""

@@ -25,8 +25,9 @@ _NAME_BYTES = 32
 class Coded:
     """A coding of what clients send to ``run_on``, by one of our codecs, without masks.
 
-    Each client adds to its values what its last message at this place of this graph has lost, and keeps what the new
-    one loses; see ``Client``. If a run ends with an error, what clients have sent in it is lost.
+    Each client adds to its values what its last message at this place of the program has lost, and keeps what the new
+    one loses; see ``Client``. If a run ends with an error, what clients have sent in it is lost. Only clients that are
+    made by ``Client.in_the_clear`` answer.
 
     Args:
         codec: its name with options, such as "minmax_uint8" or "topk:k=8"; see bagua.codecs.
@@ -43,7 +44,7 @@ class Coded:
         >>> from bagua import federated
         >>> y = torch.linspace(-1, 1, 3000).expand(2, 3000)
         >>> graph = federated.trace(federated.program(lambda y: federated.reduce_mean(y), clients=2), y)
-        >>> clients = federated.IsolatedClients([federated.Client(y=row) for row in y])
+        >>> clients = federated.IsolatedClients([federated.Client.in_the_clear(y=row) for row in y])
         >>> mean = federated.run_on(clients, graph, coding=federated.Coded("minmax_uint8"))
         >>> bool((mean - y[0]).abs().max() < 0.005), clients.bytes_up < 3400
         (True, True)

@@ -107,7 +107,8 @@ def run_on(
 
     Sums are of fixed point numbers with masks: they differ from those of the program by ``coding.tolerance(n)`` at
     most, which means are divided by n of. Or they are of a codec's messages, in the clear: the server sees what each
-    client sends. ``platform.bytes_down`` and ``bytes_up`` say what has travelled.
+    client sends, and clients refuse it that are not made by ``Client.in_the_clear``. ``platform.bytes_down`` and
+    ``bytes_up`` say what has travelled.
 
     Args:
         platform: that carries what is sent; as many clients as the graph is over.
@@ -369,9 +370,12 @@ def _at_server(graph: Graph, node: Node, known: dict[Value, Any]) -> Sequence[to
 class Client:
     """One client of a run, and of the runs after it.
 
-    From run to run it keeps what codecs have lost of its values, in float32: for each graph that it has answered, by
-    round and reduction; and the server's values that changes are of (``Deltas``). So give a client the same object, or
-    its restored ``state``, in all runs.
+    It answers by masked values only, whatever a server asks for, unless it is made by ``Client.in_the_clear``.
+
+    From run to run it keeps what codecs have lost of its values, in float32, by round and reduction, and the server's
+    values that changes are of (``Deltas``). So give a client the same object, or its restored ``state``, in all runs.
+    What is lost is of the last program whose tensors it has sent by a codec. Traced again with other constants, such as
+    a learning rate, it is the same program; with another name, other operators or shapes it is another one.
 
     Args:
         functions: by name, those that graphs may call here: the functions of ``map_fn(vectorize=False)``. No other code
@@ -383,8 +387,20 @@ class Client:
         self._functions = functions or {}
         self._data = data
         self._graph: Graph | None = None
+        self._is_in_the_clear = False
         self._residuals: dict[str, dict[str, torch.Tensor]] = {}  # of one program, by round and message
         self._received = Receiving()
+
+    @classmethod
+    def in_the_clear(cls, functions: Mapping[str, Callable] | None = None, /, **data: Tree) -> Client:
+        """A client that answers runs with ``Coded``, too: the server sees what it sends there.
+
+        Args:
+            functions, data: as of ``Client``.
+        """
+        client = cls(functions, **data)
+        client._is_in_the_clear = True
+        return client
 
     def state(self) -> bytes:
         """Returns what ``restore`` needs to answer the next request of a run, without the data.
@@ -416,7 +432,8 @@ class Client:
         return self._written(run)
 
     def _written(self, run: dict[str, Any] | None) -> bytes:
-        return messages.write({"run": run, "residuals": self._residuals, "received": self._received.state()})
+        kept = {"run": run, "residuals": self._residuals, "received": self._received.state()}
+        return messages.write({**kept, "in_the_clear": self._is_in_the_clear})
 
     def _must_reveal(self) -> bool:
         return isinstance(self._sum, dropouts.Member) and not self._sum.has_ended(len(self._turns))
@@ -431,7 +448,7 @@ class Client:
         """
         client = cls(functions, **data)
         kept = messages.read(state)
-        client._residuals, run = kept["residuals"], kept["run"]
+        client._residuals, run, client._is_in_the_clear = kept["residuals"], kept["run"], kept["in_the_clear"]
         client._received = Receiving.restore(kept["received"])
         if run is not None:
             client._begin(run)
@@ -451,7 +468,7 @@ class Client:
         """The reply to a request of run_on.
 
         Raises:
-            InvalidArgument: it is none that run_on sends, comes out of turn, the graph
+            InvalidArgument: it is none that run_on sends, comes out of turn, or is for values in the clear, the graph
                 needs data that this client does not have, there are fewer than two clients, a value is out of the range
                 of a sum, or the graph cannot be computed on the data. Platforms may tell the server what an error says,
                 so it has no value; what raised it is its cause.
@@ -491,9 +508,14 @@ class Client:
         return {"index": side.index}  # it counts as one that has dropped out
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
+        coding = messages.coding_of(message)
+        if isinstance(coding, Coded) and not self._is_in_the_clear:
+            raise InvalidArgument(
+                f"a run with {coding}, in which the server sees what each client sends, but this client sends masked "
+                "values only: make it by Client.in_the_clear(...), or by in_the_clear=True on Flower and NVFlare"
+            )
         self._begin(message)
         self._received.begin()
-        coding = messages.coding_of(message)
         self._sum: secure_sum.SecureSum | dropouts.Member | coded.Sender
         if isinstance(coding, Coded):
             self._sum = coded.Sender(coding)

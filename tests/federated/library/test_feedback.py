@@ -104,7 +104,7 @@ def test_a_simulation_is_what_clients_somewhere_else_do(codec):
 
     x = torch.zeros(SIZE)
     graph = federated.trace(change, x, ROWS)
-    platform = federated.IsolatedClients([federated.Client(y=row) for row in ROWS])
+    platform = federated.IsolatedClients([federated.Client.in_the_clear(y=row) for row in ROWS])
     for number in range(ROUNDS):
         mean = federated.run_on(platform, graph, coding=Coded(codec), x=x)
         x = x + 0.5 * torch.cat([mean["a"], mean["b"]])

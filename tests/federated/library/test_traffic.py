@@ -206,7 +206,7 @@ def test_figures_are_what_a_platform_sends():
     )
     (figures,) = simulation.run(1)
     graph = federated.trace(exact, rows[0], rows)
-    platform = federated.IsolatedClients([federated.Client(y=row) for row in rows])
+    platform = federated.IsolatedClients([federated.Client.in_the_clear(y=row) for row in rows])
     coding = Coded("minmax_uint8")
     found = federated.run_on(platform, graph, coding=coding, x=torch.zeros(size))
     torch.testing.assert_close(found, simulation.state, rtol=0, atol=1e-6)

@@ -35,14 +35,14 @@ GRAPH = federated.trace(two_rounds, X, ROWS)
 
 
 def clients_of(rows):
-    return federated.IsolatedClients([federated.Client(y=row) for row in rows])
+    return federated.IsolatedClients([federated.Client.in_the_clear(y=row) for row in rows])
 
 
 class Saved(federated.IsolatedClients):
     """Of each client, only bytes are left between two requests."""
 
     def __init__(self, rows):
-        super().__init__([federated.Client(y=row) for row in rows])
+        super().__init__([federated.Client.in_the_clear(y=row) for row in rows])
         self.rows = rows
 
     def exchange(self, request):
@@ -140,7 +140,7 @@ def test_feedback_makes_topk_converge(feedback):
         )
 
     graph = federated.trace(gradient, target, pulls)
-    platform = federated.IsolatedClients([federated.Client(pull=pull) for pull in pulls])
+    platform = federated.IsolatedClients([federated.Client.in_the_clear(pull=pull) for pull in pulls])
     x = torch.zeros(size)
     for _ in range(50):
         x = x - 0.1 * federated.run_on(platform, graph, coding=Coded("topk:k=8", error_feedback=feedback), x=x)
@@ -162,7 +162,7 @@ class Weighing(federated.IsolatedClients):
     """Counts the bytes to and from each client; some stop answering at an exchange."""
 
     def __init__(self, rows, gone=None):
-        super().__init__([federated.Client(y=row) for row in rows])
+        super().__init__([federated.Client.in_the_clear(y=row) for row in rows])
         self.gone, self.down, self.up, self.exchanges = gone or {}, 0, [0] * len(rows), 0
 
     def exchange(self, request):
@@ -226,6 +226,22 @@ def test_a_client_that_comes_back_is_not_in_the_run():
 
 
 # ---- what is refused
+
+
+def test_clients_answer_in_the_clear_only_if_they_say_so():
+    """The server asks for it, in the open or by changing what the opening of a masked run says."""
+    platform = federated.IsolatedClients([federated.Client(y=row) for row in ROWS])
+    message = r"a run with Coded\(codec='fp16'.* make it by Client.in_the_clear"
+    with pytest.raises(InvalidArgument, match=message):
+        federated.run_on(platform, GRAPH, coding=Coded("fp16"), x=X)
+    platform.clients = [
+        federated.Client.restore(client.state(), y=row) for client, row in zip(platform.clients, ROWS, strict=True)
+    ]
+    exchange = platform.exchange
+    coding = {"coding": ["fp16", False, None]}
+    platform.exchange = lambda request: exchange(messages.write(messages.read(request) | coding))
+    with pytest.raises(InvalidArgument, match=message):
+        federated.run_on(platform, GRAPH, x=X)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Saved(federated.IsolatedClients):
     """Of each client, only bytes are left between two requests; some stop answering at an exchange."""
 
     def __init__(self):
-        super().__init__([federated.Client(y=row) for row in ROWS])
+        super().__init__([federated.Client.in_the_clear(y=row) for row in ROWS])
         self.gone, self.number = {}, 0
 
     def exchange(self, request):
@@ -99,7 +99,7 @@ def test_a_client_that_has_missed_a_message_makes_all_get_whole_values():
     platform.clients[1] = federated.Client.restore(earlier, y=ROWS[1])
     check(run(platform, deltas, 2, coding=coding), kept, 2, is_whole=True, atol=0.05)
     assert platform.bytes_down > few + 10_000
-    platform.clients[2] = federated.Client(y=ROWS[2])
+    platform.clients[2] = federated.Client.in_the_clear(y=ROWS[2])
     check(run(platform, deltas, 3, coding=coding), kept, 3, is_whole=True, atol=0.05)
     check(run(platform, deltas, 4, coding=coding), kept, 4, atol=0.05)
     assert platform.bytes_down < few + 100
