@@ -10,6 +10,7 @@ import bagua
 from bagua import federated
 from bagua.federated import Coded, Simulation
 from bagua.federated.library.aggregators import Aggregator, Clip, Mean, Median, Quantize, SecureSum, Sum
+from bagua.federated.verbs.placement import local_placement
 from bagua.federated.verbs.verbs import chosen_chunk
 from tests.conformance.training import process_group
 from tests.distributed.worlds import SAME_TEST
@@ -168,7 +169,8 @@ def of_many_on_ranks(rank, world_size):
 
 def test_bytes_do_not_depend_on_chunks(pool2):
     """On a rank the last chunk is smaller than the others."""
-    assert [chosen_chunk([LARGE.expand(number, -1)], number) for number in (MANY, MANY // 2)] == [5, 4]
+    sizes = {number: local_placement("clients", number) for number in (MANY, MANY // 2)}
+    assert [chosen_chunk([LARGE.expand(number, -1)], clients) for number, clients in sizes.items()] == [5, 4]
     wire = Quantize("minmax_uint8").wire_bytes(LARGE)
     assert [of_many(1), *pool2.run(of_many_on_ranks)] == [wire] * 3
 
