@@ -17,8 +17,8 @@ def keep_memory() -> bool:
     """Lets this process keep the memory that it frees, and computes more clients at a time for that.
 
     It holds for the whole process and to its end, so its resident memory stays at its peak. Call it once, before the
-    first round; without it, rounds of wide models on the CPU take up to twice as long, and with all clients at once
-    three times (benchmarks/federated/widths.py). With another allocator, such as jemalloc by LD_PRELOAD, it does nothing that
+    first round; without it, rounds of wide models on the CPU took 1.3 to 2.3 times as long
+    (benchmarks/federated/widths.py). With another allocator, such as jemalloc by LD_PRELOAD, it does nothing that
     matters, and is not needed.
 
     Returns:
